@@ -1,0 +1,93 @@
+"""FlashAttention-2 kernels generated from templates, tuned on the live GPU, and dispatched from model code.
+
+Importing this package loads nothing heavy: each name below is imported when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from fa_autotune.errors import (
+    CompileError,
+    DatabaseError,
+    FaAutotuneError,
+    InvalidConfigError,
+    InvalidPackError,
+    InvalidProblemError,
+    LaunchError,
+    NoKernelError,
+    SchemaTooNewError,
+    TemplateError,
+    UnsupportedError,
+    WorkerDied,
+    WorkerError,
+    WorkerTimeout,
+)
+
+if TYPE_CHECKING:
+    from fa_autotune.database import TuningDatabase
+    from fa_autotune.jobs import tune
+    from fa_autotune.ops import attention, explain, flush_misses, warmup
+    from fa_autotune.problem import AttentionProblem
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "AttentionProblem",
+    "CompileError",
+    "DatabaseError",
+    "FaAutotuneError",
+    "InvalidConfigError",
+    "InvalidPackError",
+    "InvalidProblemError",
+    "LaunchError",
+    "NoKernelError",
+    "SchemaTooNewError",
+    "TemplateError",
+    "TuningDatabase",
+    "UnsupportedError",
+    "WorkerDied",
+    "WorkerError",
+    "WorkerTimeout",
+    "__version__",
+    "attention",
+    "explain",
+    "flush_misses",
+    "tune",
+    "warmup",
+]
+
+_MODULE_BY_NAME = {
+    "AttentionProblem": "problem",
+    "TuningDatabase": "database",
+    "attention": "ops",
+    "explain": "ops",
+    "flush_misses": "ops",
+    "tune": "jobs",
+    "warmup": "ops",
+}
+
+# Names that the public surface will have, and what serves in their place today.
+_PLANNED = {
+    "attention_varlen": "pad the batch and call `attention`",
+    "flash_attn_func": "call `attention`, whose tensors are (batch, seqlen, heads, head_dim) too",
+    "flash_attn_kvpacked_func": "unpack k and v with `kv.unbind(2)` and call `attention`",
+    "flash_attn_qkvpacked_func": "unpack q, k and v with `qkv.unbind(2)` and call `attention`",
+    "flash_attn_varlen_func": "pad the batch and call `attention`",
+    "flash_attn_with_kvcache": "call `attention` on the filled part of the cache",
+    "record_problems": "call `attention` and tune what it missed: `flush_misses()`, then `fa-autotune tune --missed`",
+    "scaled_dot_product_attention": 'call `attention(..., layout="bhsd")`; its causal mask is bottom-right aligned',
+}
+
+
+def __getattr__(name: str) -> Any:
+    if module := _MODULE_BY_NAME.get(name):
+        value = getattr(import_module(f"{__name__}.{module}"), name)
+        globals()[name] = value
+        return value
+    if instead := _PLANNED.get(name):
+        raise UnsupportedError(f"fa_autotune.{name} is not there yet in {__version__}; until then {instead}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,49 @@
+"""The only reader of environment variables and the only place that knows where our folders lie."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import platformdirs
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def _data_dir(name: str) -> Path:
+    """A folder beside the package in a checkout, inside it in an installed wheel."""
+    inside = _PACKAGE / name
+    return inside if inside.is_dir() else _PACKAGE.parent / name
+
+
+def templates_dir() -> Path:
+    """Folder of the Jinja templates."""
+    return _data_dir("templates")
+
+
+def packs_dir() -> Path:
+    """Folder of the shipped, read-only packs (one database per GPU model)."""
+    return _data_dir("tuning_db")
+
+
+def shipped_kernels_dir() -> Path:
+    """Folder of the shipped winners' kernels."""
+    return _data_dir("kernels_generated")
+
+
+def database_path(environ: Mapping[str, str] = os.environ) -> Path:
+    """The user's tuning database: FA_AUTOTUNE_DB, or `tuning.db` in the user data folder."""
+    if chosen := environ.get("FA_AUTOTUNE_DB"):
+        return Path(chosen).expanduser()
+    return Path(platformdirs.user_data_dir("fa_autotune")) / "tuning.db"
+
+
+def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Folder of generated candidates and compiled kernels: FA_AUTOTUNE_CACHE, or the user cache folder."""
+    if chosen := environ.get("FA_AUTOTUNE_CACHE"):
+        return Path(chosen).expanduser()
+    return Path(platformdirs.user_cache_dir("fa_autotune"))
+
+
+def interpreting(environ: Mapping[str, str] = os.environ) -> bool:
+    """True if this process was started to run kernels in Triton's interpreter (TRITON_INTERPRET=1)."""
+    return environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")

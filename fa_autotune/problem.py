@@ -1,0 +1,291 @@
+"""What is to be computed: the family (what changes the kernel's source) and the shape (run-time numbers).
+
+Words and identity are those of the design: a problem is a family and a shape, and its key is canonical JSON with a
+schema version. Optional features are written into a key only when they are on, so adding one never changes old keys.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Self
+
+from fa_autotune.errors import InvalidProblemError
+
+SCHEMA_VERSION = 1
+MIN_HEAD_DIM = 8
+MAX_HEAD_DIM = 256
+MAX_EXTENT = 2**31 - 1  # lengths and grid axis 0 are 32-bit in every kernel
+
+
+class Pass(StrEnum):
+    """One kernel of the attention operator."""
+
+    FWD = "fwd"
+
+
+class DType(StrEnum):
+    """Element type of q, k, v and out. Accumulators and statistics are always fp32."""
+
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return 4 if self is DType.FLOAT32 else 2
+
+
+class Access(StrEnum):
+    """How q, k and v can be read, from their pointers and strides (the 16-byte rules), strongest first.
+
+    TMA: last stride 1; pointers, the strides of batch, head and row, and the rows themselves (head_dim, head_dim_v) are
+    multiples of 16 bytes, and no stride is 0.
+    ALIGNED: as TMA, but a stride may be 0 (an expanded tensor).
+    ANY: everything else.
+    """
+
+    TMA = "tma"
+    ALIGNED = "aligned"
+    ANY = "any"
+
+
+def _require_int(name: str, value: object, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise InvalidProblemError(f"{name}={value!r} is not an integer from {low} to {high}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionFamily:
+    """What changes the generated source.
+
+    `bounded_right` is true where a query row must not see keys past a diagonal (causal). Where that diagonal lies
+    (bottom-right or top-left) is a run-time argument, so one kernel serves both alignments.
+    """
+
+    kernel_pass: Pass = Pass.FWD
+    dtype: DType
+    head_dim: int
+    head_dim_v: int
+    bounded_right: bool
+    access: Access = Access.TMA
+
+    def __post_init__(self) -> None:
+        for name, kind in (("kernel_pass", Pass), ("dtype", DType), ("access", Access), ("bounded_right", bool)):
+            if not isinstance(getattr(self, name), kind):
+                raise InvalidProblemError(f"{name}={getattr(self, name)!r} is not a {kind.__name__}")
+        for name in ("head_dim", "head_dim_v"):
+            _require_int(name, getattr(self, name), MIN_HEAD_DIM, MAX_HEAD_DIM)
+        if self.access is not Access.ANY and strongest_access(self.dtype, self.head_dim, self.head_dim_v) is Access.ANY:
+            raise InvalidProblemError(
+                f"access={self.access.value} needs rows of whole 16 bytes, but head_dim={self.head_dim} and "
+                f"head_dim_v={self.head_dim_v} of {self.dtype.value} are not; say access=any"
+            )
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, keyed as in the canonical key."""
+        return {
+            "pass": self.kernel_pass.value,
+            "dtype": self.dtype.value,
+            "head_dim": self.head_dim,
+            "head_dim_v": self.head_dim_v,
+            "bounded_right": self.bounded_right,
+            "access": self.access.value,
+        }
+
+    @property
+    def key(self) -> str:
+        """Canonical JSON of the family, with the schema version."""
+        return canonical_json({"schema": SCHEMA_VERSION, **self.as_json()})
+
+    @classmethod
+    def from_key(cls, key: str) -> Self:
+        """Parse a canonical key; InvalidProblemError if it is not exactly one."""
+        return cls(**_family_fields(_parse_key(key, _FAMILY_KEYS)))
+
+    @property
+    def label(self) -> str:
+        """Short name for people, such as `fwd bf16 d128 causal`; the access is named unless it is tma."""
+        dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}/{self.head_dim_v}"
+        words = [self.kernel_pass.value, _SHORT_DTYPES[self.dtype], dims, "causal" if self.bounded_right else "full"]
+        return " ".join(words if self.access is Access.TMA else [*words, self.access.value])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """Run-time numbers of one call; all at least 1 (empty calls never reach a kernel)."""
+
+    batch_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    seqlen_q: int
+    seqlen_k: int
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_k"):
+            _require_int(name, getattr(self, name), 1, MAX_EXTENT)
+        if self.num_q_heads % self.num_kv_heads:
+            raise InvalidProblemError(
+                f"num_q_heads={self.num_q_heads} is no multiple of num_kv_heads={self.num_kv_heads}: "
+                "GQA needs whole groups; change either"
+            )
+        if self.batch_size * self.num_q_heads > MAX_EXTENT:
+            raise InvalidProblemError(
+                f"batch_size × num_q_heads = {self.batch_size * self.num_q_heads} passes {MAX_EXTENT}: split the batch"
+            )
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, keyed as in the canonical key."""
+        return {name: getattr(self, name) for name in _SHAPE_KEYS}
+
+    @property
+    def gqa_group_size(self) -> int:
+        """Query heads per kv head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def label(self) -> str:
+        """batch×q heads×kv heads×seqlen_q×seqlen_k, for people."""
+        return "×".join(str(getattr(self, name)) for name in _SHAPE_KEYS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionProblem:
+    """One attention call to be tuned or dispatched: a family and a shape."""
+
+    family: AttentionFamily
+    shape: AttentionShape
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.family, AttentionFamily) or not isinstance(self.shape, AttentionShape):
+            raise InvalidProblemError(
+                f"AttentionProblem takes an AttentionFamily and an AttentionShape, not {self.family!r} and "
+                f"{self.shape!r}; AttentionProblem.parse reads the short text form"
+            )
+
+    @property
+    def key(self) -> str:
+        """Canonical JSON of the problem, with the schema version."""
+        return canonical_json({"schema": SCHEMA_VERSION, **self.family.as_json(), **self.shape.as_json()})
+
+    @classmethod
+    def from_key(cls, key: str) -> Self:
+        """Parse a canonical key; InvalidProblemError if it is not exactly one."""
+        values = _parse_key(key, _FAMILY_KEYS | set(_SHAPE_KEYS))
+        shape = AttentionShape(**{name: values.pop(name) for name in _SHAPE_KEYS})
+        return cls(family=AttentionFamily(**_family_fields(values)), shape=shape)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read the short form `BxHqxHkvxLqxLkxD[xDv][,causal][,bf16|fp16|fp32][,tma|aligned|any]`, or a key.
+
+        `AttentionProblem.parse("4x32x8x4096x4096x128,causal")` is Llama-like prefill in bfloat16. `×` may stand for x.
+        """
+        if text.lstrip().startswith("{"):
+            return cls.from_key(text)
+        numbers, *flags = (part.strip() for part in text.lower().replace("×", "x").split(","))
+        if not re.fullmatch(r"\d+(x\d+){5,6}", numbers):
+            raise InvalidProblemError(
+                f"{text!r} is no problem: write BxHqxHkvxLqxLkxD[xDv][,causal][,bf16|fp16|fp32][,tma|aligned|any], "
+                "for example 4x32x8x4096x4096x128,causal"
+            )
+        batch, q_heads, kv_heads, seqlen_q, seqlen_k, head_dim, *rest = map(int, numbers.split("x"))
+        dtype, access, bounded = DType.BFLOAT16, None, False
+        for flag in flags:
+            if flag in ("causal", "full"):
+                bounded = flag == "causal"
+            elif flag in _DTYPES_BY_WORD:
+                dtype = _DTYPES_BY_WORD[flag]
+            elif flag in set(Access):
+                access = Access(flag)
+            else:
+                known = ["causal", "full", *_DTYPES_BY_WORD, *Access]
+                raise InvalidProblemError(f"{flag!r} in {text!r} is not one of: {', '.join(known)}")
+        head_dim_v = rest[0] if rest else head_dim
+        family = AttentionFamily(
+            dtype=dtype,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            bounded_right=bounded,
+            access=access or strongest_access(dtype, head_dim, head_dim_v),
+        )
+        shape = AttentionShape(
+            batch_size=batch, num_q_heads=q_heads, num_kv_heads=kv_heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k
+        )
+        return cls(family=family, shape=shape)
+
+    @property
+    def label(self) -> str:
+        """Short name for people: the family's label and the shape's."""
+        return f"{self.family.label} {self.shape.label}"
+
+    @property
+    def visible_pairs(self) -> int:
+        """(query, key) pairs per head that the mask lets through, causal counted bottom-right."""
+        seqlen_q, seqlen_k = self.shape.seqlen_q, self.shape.seqlen_k
+        if not self.family.bounded_right:
+            return seqlen_q * seqlen_k
+        rows = min(seqlen_q, seqlen_k)  # the rows above see nothing
+        return rows * seqlen_k - rows * (rows - 1) // 2
+
+    @property
+    def flops(self) -> int:
+        """Matrix-product operations, the literature's way: a square causal problem counts as half of the full one."""
+        shape, family = self.shape, self.family
+        pairs = self.visible_pairs
+        if family.bounded_right and shape.seqlen_q == shape.seqlen_k:
+            pairs = shape.seqlen_q * shape.seqlen_k // 2
+        return 2 * pairs * (family.head_dim + family.head_dim_v) * shape.batch_size * shape.num_q_heads
+
+    @property
+    def io_bytes(self) -> int:
+        """Bytes of q, k, v, out and lse, each counted once."""
+        shape, family = self.shape, self.family
+        dims = family.head_dim + family.head_dim_v
+        q_rows = shape.batch_size * shape.num_q_heads * shape.seqlen_q
+        k_rows = shape.batch_size * shape.num_kv_heads * shape.seqlen_k
+        return (q_rows + k_rows) * dims * family.dtype.itemsize + 4 * q_rows
+
+
+def strongest_access(dtype: DType, head_dim: int, head_dim_v: int) -> Access:
+    """The access of ordinary contiguous tensors: TMA where rows are whole 16-byte units, ANY otherwise."""
+    return Access.ANY if head_dim * dtype.itemsize % 16 or head_dim_v * dtype.itemsize % 16 else Access.TMA
+
+
+def canonical_json(values: Mapping[str, Any]) -> str:
+    """Sorted, compact JSON: equal values give equal text."""
+    return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+_SHAPE_KEYS = ("batch_size", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_k")
+_FAMILY_KEYS = {"pass", "dtype", "head_dim", "head_dim_v", "bounded_right", "access"}
+_SHORT_DTYPES = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32"}
+_DTYPES_BY_WORD = {**{short: dtype for dtype, short in _SHORT_DTYPES.items()}, **{d.value: d for d in DType}}
+
+
+def _parse_key(key: str, expected: set[str]) -> dict[str, Any]:
+    try:
+        values = json.loads(key)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvalidProblemError(f"{key!r} is not JSON: {error}") from None
+    if not isinstance(values, dict) or values.pop("schema", None) != SCHEMA_VERSION:
+        raise InvalidProblemError(
+            f"{key!r} is not a JSON object of schema {SCHEMA_VERSION}; was it written by another release?"
+        )
+    if values.keys() != expected:
+        wrong = sorted(values.keys() ^ expected)
+        raise InvalidProblemError(f"{key!r} has missing or unknown entries: {', '.join(wrong)}")
+    return values
+
+
+def _family_fields(values: dict[str, Any]) -> dict[str, Any]:
+    fields = dict(values)
+    for name, kind in (("pass", Pass), ("dtype", DType), ("access", Access)):
+        value = fields.pop(name)
+        try:
+            fields["kernel_pass" if name == "pass" else name] = kind(value)
+        except ValueError:
+            raise InvalidProblemError(f"{name}={value!r} is not one of: {', '.join(kind)}") from None
+    return fields

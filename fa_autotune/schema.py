@@ -1,0 +1,4 @@
+"""What marks a file as a tuning database: shared by the writer (database) and the dispatcher's reader (snapshot)."""
+
+APPLICATION_ID = 0x66614154  # "faAT", SQLite's application_id of our files
+SCHEMA_VERSION = 1  # SQLite's user_version: the number of the newest migration
