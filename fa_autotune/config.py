@@ -77,7 +77,8 @@ def config_from_key(kind: type[ConfigT], key: str) -> ConfigT:
         values = json.loads(key)
     except (ValueError, TypeError, RecursionError) as error:
         raise InvalidConfigError(f"{key!r} is not JSON: {error}") from None
-    if not isinstance(values, dict) or values.pop("schema", None) != SCHEMA_VERSION:
+    schema = values.pop("schema", None) if isinstance(values, dict) else None
+    if type(schema) is not int or schema != SCHEMA_VERSION:  # JSON's true equals 1
         raise InvalidConfigError(f"{key!r} is not a JSON object of schema {SCHEMA_VERSION}")
     expected = {field.name for field in fields(kind)}
     if values.keys() != expected:

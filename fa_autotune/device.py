@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fa_autotune.errors import FaAutotuneError
 
-# Marketing sizes in decimal GB: total_memory as drivers report it is a little below one, and differs by driver.
+# What vendors call GB are GiB here: total_memory as drivers report it is a little below one, and differs by driver.
 _STANDARD_MEMORY_GB = (8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 141, 180, 192, 256, 288)
 INTERPRETER_ARCH = "interpreter"
 
@@ -43,8 +43,8 @@ class DeviceSpec:
 
 
 def nearest_memory_gb(total_bytes: int) -> int:
-    """The standard memory size (decimal GB) nearest to what the driver reports."""
-    return min(_STANDARD_MEMORY_GB, key=lambda size: abs(size * 10**9 - total_bytes))
+    """The standard memory size, as on the label, nearest to what the driver reports."""
+    return min(_STANDARD_MEMORY_GB, key=lambda size: abs(size * 2**30 - total_bytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -186,7 +186,7 @@ class AttentionProblem:
         if text.lstrip().startswith("{"):
             return cls.from_key(text)
         numbers, *flags = (part.strip() for part in text.lower().replace("×", "x").split(","))
-        if not re.fullmatch(r"\d+(x\d+){5,6}", numbers):
+        if not re.fullmatch(r"[0-9]{1,10}(x[0-9]{1,10}){5,6}", numbers):
             raise InvalidProblemError(
                 f"{text!r} is no problem: write BxHqxHkvxLqxLkxD[xDv][,causal][,bf16|fp16|fp32][,tma|aligned|any], "
                 "for example 4x32x8x4096x4096x128,causal"
@@ -265,12 +265,16 @@ _SHORT_DTYPES = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "
 _DTYPES_BY_WORD = {**{short: dtype for dtype, short in _SHORT_DTYPES.items()}, **{d.value: d for d in DType}}
 
 
+def _is_schema(value: object) -> bool:
+    return type(value) is int and value == SCHEMA_VERSION  # JSON's true equals 1
+
+
 def _parse_key(key: str, expected: set[str]) -> dict[str, Any]:
     try:
         values = json.loads(key)
     except (ValueError, TypeError, RecursionError) as error:
         raise InvalidProblemError(f"{key!r} is not JSON: {error}") from None
-    if not isinstance(values, dict) or values.pop("schema", None) != SCHEMA_VERSION:
+    if not isinstance(values, dict) or not _is_schema(values.pop("schema", None)):
         raise InvalidProblemError(
             f"{key!r} is not a JSON object of schema {SCHEMA_VERSION}; was it written by another release?"
         )

@@ -1,0 +1,74 @@
+"""The `fa-autotune` command: thin click commands, each imported when it is called."""
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import click
+
+from fa_autotune import __version__
+from fa_autotune.errors import FaAutotuneError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Subcommand:
+    module: str
+    attribute: str
+    summary: str
+
+
+def _in_cli(name: str, attribute: str, summary: str) -> _Subcommand:
+    return _Subcommand(module=f"fa_autotune.cli.{name}", attribute=attribute, summary=summary)
+
+
+_SUBCOMMANDS = {
+    "bench": _in_cli("bench", "bench_command", "Measure our kernels beside others on the same problems."),
+    "db": _in_cli("db", "db_group", "Inspect, exchange and clean the tuning database."),
+    "doctor": _in_cli("doctor", "doctor_command", "Say what is here, what works, and what would go wrong."),
+    "explain": _in_cli("explain", "explain_command", "Say which kernel would run on a problem, and why."),
+    "render": _in_cli("render", "render_command", "Print one generated kernel, or write the shipped winners'."),
+    "tune": _in_cli("tune", "tune_command", "Search the fastest kernels for this machine's GPU."),
+}
+
+
+class _OurError(click.ClickException):
+    """An error of ours as click shows it: `Error: …` on stderr, exit code 2."""
+
+    exit_code = 2
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands' names and summaries, and imports a command only when it is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names, sorted."""
+        return sorted(_SUBCOMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command; None if there is none of that name."""
+        if (found := _SUBCOMMANDS.get(cmd_name)) is None:
+            return None
+        command = getattr(import_module(found.module), found.attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the summaries, without importing the commands for them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _SUBCOMMANDS[name].summary) for name in self.list_commands(ctx)])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; errors of ours become one line on stderr instead of a traceback."""
+        try:
+            return super().invoke(ctx)
+        except FaAutotuneError as error:
+            raise _OurError(str(error)) from error
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="fa-autotune")
+def main() -> None:
+    """Generate FlashAttention-2 kernels, tune them on this machine's GPU, and look at what was found.
+
+    Every command takes --help, and --json for output that programs read.
+    """

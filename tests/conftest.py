@@ -1,0 +1,61 @@
+"""Fixtures and options that all tests share."""
+
+import os
+import platform
+import sqlite3
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("fa_autotune", deadline=None)  # a busy machine is no failure
+settings.load_profile("fa_autotune")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+@cache
+def _gpu_name() -> str | None:
+    """Name of the first GPU, or None. Only asked for the header and before a GPU test, never while collecting."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """What a reader of a log must know to repeat it."""
+    packages = ", ".join(f"{name} {_version(name)}" for name in ("torch", "triton", "numpy", "optuna"))
+    gpu = "not asked (worker)" if hasattr(config, "workerinput") else _gpu_name() or "none"
+    return f"gpu: {gpu}; {packages}, sqlite {sqlite3.sqlite_version}, python {platform.python_version()}"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip GPU tests when they run, so that collecting them starts no CUDA."""
+    if item.get_closest_marker("gpu") and _gpu_name() is None:
+        pytest.skip("no GPU that torch can use")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the user's database and cache out of every test, and of the processes that tests start."""
+    folder = tmp_path_factory.mktemp("own")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "FA_AUTOTUNE_DB", str(folder / "tuning.db"))
+        patch.setitem(os.environ, "FA_AUTOTUNE_CACHE", str(folder / "cache"))
+        yield
+
+
+@pytest.fixture(scope="session")
+def checkout() -> Path:
+    """The checkout's root folder."""
+    return Path(__file__).resolve().parent.parent

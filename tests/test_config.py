@@ -1,0 +1,93 @@
+"""Configs: keys, domains and labels."""
+
+import json
+from dataclasses import asdict, fields, replace
+
+import pytest
+from hypothesis import given
+from strategies import candidates, json_values
+
+from fa_autotune.config import KernelConfig, PortableFwdConfig, TmaFwdConfig, config_from_key, config_key, config_label
+from fa_autotune.errors import InvalidConfigError
+from fa_autotune.records import Candidate
+
+PORTABLE = PortableFwdConfig(BLOCK_M=64, BLOCK_N=128, num_warps=4, num_stages=2)
+
+
+@given(candidates())
+def test_a_config_survives_its_key(candidate: Candidate) -> None:
+    config = candidate.config
+    assert config_from_key(type(config), config_key(config)) == config
+
+
+@given(candidates(), candidates())
+def test_keys_of_one_kind_are_equal_exactly_where_configs_are(one: Candidate, other: Candidate) -> None:
+    same_kind = type(one.config) is type(other.config)
+    assert not same_kind or (config_key(one.config) == config_key(other.config)) == (one.config == other.config)
+
+
+def test_the_key_is_this_text_for_ever() -> None:
+    assert config_key(PORTABLE) == (
+        '{"BLOCK_M":64,"BLOCK_N":128,"EXACT_LENGTHS":false,"HEADS_PER_GROUP":8,"ROW_SUM_LANES":1,"maxnreg":null,'
+        '"num_stages":2,"num_warps":4,"schema":1}'
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("BLOCK_M", 48, "a power of two from 16 to 256"),
+        ("BLOCK_M", 8, "a power of two from 16 to 256"),
+        ("BLOCK_N", 512, "a power of two from 16 to 256"),
+        ("BLOCK_N", True, "a power of two from 16 to 256"),
+        ("BLOCK_N", 64.0, "a power of two from 16 to 256"),
+        ("BLOCK_N", "64", "a power of two from 16 to 256"),
+        ("num_warps", 3, "a power of two from 1 to 16"),
+        ("num_stages", 0, "an integer from 1 to 8"),
+        ("maxnreg", 100, "a multiple of 8"),
+        ("maxnreg", 0, "a multiple of 8"),
+        ("HEADS_PER_GROUP", -1, "a power of two from 1 to 64"),
+        ("ROW_SUM_LANES", 2, "1 or 8"),
+        ("EXACT_LENGTHS", 1, "true or false"),
+        ("EXACT_LENGTHS", "x; import os", "true or false"),
+    ],
+)
+def test_a_value_outside_its_domain_is_refused_with_the_rule(name: str, value: object, says: str) -> None:
+    with pytest.raises(InvalidConfigError, match=says) as caught:
+        replace(PORTABLE, **{name: value})
+    assert f"{name}={value!r}" in str(caught.value)
+
+
+@given(json_values())
+def test_no_json_raises_anything_but_our_error(value: object) -> None:
+    with pytest.raises(InvalidConfigError):
+        config_from_key(PortableFwdConfig, json.dumps(value))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null", "[" * 100_000])
+def test_text_that_is_no_config_is_refused(text: str) -> None:
+    with pytest.raises(InvalidConfigError):
+        config_from_key(PortableFwdConfig, text)
+
+
+@pytest.mark.parametrize("change", [{"schema": 2}, {"schema": True}, {"STORE_BY_TMA": True}])
+def test_a_key_of_another_kind_or_schema_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(InvalidConfigError, match=r"schema|STORE_BY_TMA"):
+        config_from_key(PortableFwdConfig, json.dumps({**json.loads(config_key(PORTABLE)), **change}))
+
+
+def test_a_label_names_what_is_away_from_its_default() -> None:
+    assert config_label(PORTABLE) == "64x128 w4 s2"
+    assert config_label(replace(PORTABLE, maxnreg=128, EXACT_LENGTHS=True)) == (
+        "64x128 w4 s2 maxnreg=128 exact_lengths=True"
+    )
+
+
+@pytest.mark.parametrize("kind", [PortableFwdConfig, TmaFwdConfig])
+def test_every_field_is_a_constant_or_a_launch_option(kind: type[KernelConfig]) -> None:
+    names = {field.name for field in fields(kind)}
+    assert {name for name in names if not name.isupper()} == {"num_warps", "num_stages", "maxnreg"}
+
+
+def test_a_config_holds_plain_json_values_only() -> None:
+    assert {type(value) for value in asdict(PORTABLE).values()} <= {int, bool, type(None)}

@@ -1,0 +1,156 @@
+"""Problems: keys, the short text form, and what is counted from them."""
+
+import json
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import families, json_values, problems
+
+from fa_autotune.errors import InvalidProblemError
+from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, AttentionShape, DType, strongest_access
+
+LLAMA = AttentionProblem.parse("4x32x8x4096x4096x128,causal")
+
+
+@given(problems())
+def test_a_problem_survives_its_key(problem: AttentionProblem) -> None:
+    assert AttentionProblem.from_key(problem.key) == problem
+
+
+@given(families())
+def test_a_family_survives_its_key(family: AttentionFamily) -> None:
+    assert AttentionFamily.from_key(family.key) == family
+
+
+@given(problems(), problems())
+def test_keys_are_equal_exactly_where_problems_are(one: AttentionProblem, other: AttentionProblem) -> None:
+    assert (one.key == other.key) == (one == other)
+
+
+def test_the_key_is_this_text_for_ever() -> None:
+    assert LLAMA.key == (
+        '{"access":"tma","batch_size":4,"bounded_right":true,"dtype":"bfloat16","head_dim":128,"head_dim_v":128,'
+        '"num_kv_heads":8,"num_q_heads":32,"pass":"fwd","schema":1,"seqlen_k":4096,"seqlen_q":4096}'
+    )
+
+
+@given(problems())
+def test_parse_reads_keys_too(problem: AttentionProblem) -> None:
+    assert AttentionProblem.parse(problem.key) == problem
+
+
+@given(problems())
+def test_the_short_form_names_every_problem(problem: AttentionProblem) -> None:
+    family = problem.family
+    mask = "causal" if family.bounded_right else "full"
+    dims = f"{family.head_dim}x{family.head_dim_v}"
+    text = f"{problem.shape.label}x{dims}, {mask}, {family.dtype.value}, {family.access.value}"
+    assert AttentionProblem.parse(text) == problem
+
+
+@pytest.mark.parametrize(
+    "text", ["4x32x8x4096x4096x128,causal", "4×32×8×4096×4096×128,CAUSAL", " 4x32x8x4096x4096x128 , bf16,causal,tma"]
+)
+def test_spellings_of_one_problem_are_equal(text: str) -> None:
+    assert AttentionProblem.parse(text) == LLAMA
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "BxHqxHkvxLqxLkxD"),
+        ("4x32x8x4096x4096", "BxHqxHkvxLqxLkxD"),
+        ("4x32x8x4096x4096x128x128x1", "BxHqxHkvxLqxLkxD"),
+        ("4x32x8x4096x4096x\u0661\u0662\u0668", "BxHqxHkvxLqxLkxD"),
+        ("4x32x8x4096x" + "9" * 5000 + "x128", "BxHqxHkvxLqxLkxD"),
+        ("4x32x8x4096x4096x128,causual", "'causual'"),
+        ("4x32x8x4096x4096x512", "head_dim=512 is not an integer from 8 to 256"),
+        ("4x32x8x4096x4096x4", "head_dim=4 is not an integer from 8 to 256"),
+        ("0x32x8x4096x4096x128", "batch_size=0"),
+        ("4x32x5x4096x4096x128", "num_q_heads=32 is no multiple of num_kv_heads=5"),
+        ("65536x65536x1x1x1x64", "split the batch"),
+        ("4x32x8x4096x4096x100,bf16,tma", "say access=any"),
+    ],
+)  # fmt: skip
+def test_a_wrong_short_form_says_what_is_wrong(text: str, says: str) -> None:
+    with pytest.raises(InvalidProblemError, match=says):
+        AttentionProblem.parse(text)
+
+
+@given(st.text() | json_values().map(json.dumps))
+def test_no_text_raises_anything_but_our_error(text: str) -> None:
+    with suppress(InvalidProblemError):
+        AttentionProblem.parse(text)
+
+
+@given(st.sampled_from(sorted(json.loads(LLAMA.key))), json_values())
+def test_a_key_with_a_foreign_value_is_refused_or_means_what_it_says(name: str, value: object) -> None:
+    values = {**json.loads(LLAMA.key), name: value}
+    try:
+        parsed = AttentionProblem.from_key(json.dumps(values))
+    except InvalidProblemError:
+        return
+    assert json.loads(parsed.key) == values
+    assert type(json.loads(parsed.key)[name]) is type(value)
+
+
+@pytest.mark.parametrize("change", [{"schema": 2}, {"schema": True}, {"softcap": 1.0}])
+def test_a_key_of_another_schema_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(InvalidProblemError, match=r"schema|softcap"):
+        AttentionProblem.from_key(json.dumps({**json.loads(LLAMA.key), **change}))
+
+
+def test_a_key_with_a_missing_entry_names_it() -> None:
+    values = json.loads(LLAMA.key)
+    del values["seqlen_q"]
+    with pytest.raises(InvalidProblemError, match="seqlen_q"):
+        AttentionProblem.from_key(json.dumps(values))
+
+
+def test_a_problem_of_plain_values_is_refused() -> None:
+    with pytest.raises(InvalidProblemError, match=r"AttentionProblem\.parse"):
+        AttentionProblem(family="fwd", shape=LLAMA.shape)
+
+
+@given(problems(max_seqlen=24))
+def test_visible_pairs_are_those_of_the_mask(problem: AttentionProblem) -> None:
+    seqlen_q, seqlen_k = problem.shape.seqlen_q, problem.shape.seqlen_k
+    diagonal = seqlen_k - seqlen_q if problem.family.bounded_right else seqlen_k
+    assert problem.visible_pairs == sum(j <= i + diagonal for i in range(seqlen_q) for j in range(seqlen_k))
+
+
+def test_a_square_causal_problem_counts_half_of_the_full_flops() -> None:
+    full = AttentionProblem.parse("4x32x8x4096x4096x128")
+    assert (full.flops, LLAMA.flops) == (4 * 4 * 32 * 4096 * 4096 * 128, 2 * 4 * 32 * 4096 * 4096 * 128)
+
+
+def test_io_bytes_count_each_tensor_once() -> None:
+    problem = AttentionProblem.parse("1x4x2x10x20x64x32,fp16")
+    q, k, v, out, lse = 4 * 10 * 64 * 2, 2 * 20 * 64 * 2, 2 * 20 * 32 * 2, 4 * 10 * 32 * 2, 4 * 10 * 4
+    assert problem.io_bytes == q + k + v + out + lse
+
+
+@given(families())
+def test_a_stronger_access_than_the_rows_allow_is_refused(family: AttentionFamily) -> None:
+    rows = (family.head_dim * family.dtype.itemsize, family.head_dim_v * family.dtype.itemsize)
+    whole = all(row % 16 == 0 for row in rows)
+    assert (strongest_access(family.dtype, family.head_dim, family.head_dim_v) is Access.TMA) == whole
+    assert whole or family.access is Access.ANY
+
+
+def test_labels_name_what_is_unusual() -> None:
+    assert LLAMA.label == "fwd bf16 d128 causal 4×32×8×4096×4096"
+    assert AttentionProblem.parse("1x2x2x8x8x100x36,fp32").label == "fwd fp32 d100/36 full 1×2×2×8×8"
+    assert AttentionProblem.parse("1x2x2x8x8x64,aligned").family.label == "fwd bf16 d64 full aligned"
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [(DType.FLOAT16, 2), (DType.BFLOAT16, 2), (DType.FLOAT32, 4)])
+def test_itemsize_is_bytes_per_element(dtype: DType, itemsize: int) -> None:
+    assert dtype.itemsize == itemsize
+
+
+def test_group_size_counts_query_heads_per_kv_head() -> None:
+    shape = AttentionShape(batch_size=1, num_q_heads=32, num_kv_heads=8, seqlen_q=1, seqlen_k=1)
+    assert shape.gqa_group_size == 4

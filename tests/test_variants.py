@@ -1,0 +1,209 @@
+"""The registry of variants: spaces, constraints, defaults, and who serves what."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import candidates, devices, families, problems, variant_specs
+
+from fa_autotune.config import PortableFwdConfig
+from fa_autotune.device import INTERPRETER, KNOWN_DEVICES, DeviceSpec
+from fa_autotune.errors import UnsupportedError
+from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, DType, Pass
+from fa_autotune.records import Candidate, CompileForm, Variant
+from fa_autotune.variants import (
+    VARIANTS,
+    VariantSpec,
+    compile_form,
+    default_config,
+    forward_smem_bytes,
+    head_dim_pieces,
+    padded_head_dim,
+    problem_candidates,
+    rejection,
+    seed_configs,
+    supported_variants,
+    variant_spec,
+)
+
+H200 = KNOWN_DEVICES["h200"]
+LLAMA = AttentionProblem.parse("4x32x8x4096x4096x128,causal")
+BASE = PortableFwdConfig(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)
+
+
+def portable(config: PortableFwdConfig, family: AttentionFamily = LLAMA.family) -> Candidate:
+    return Candidate(family=family, variant=Variant.PORTABLE, config=config)
+
+
+@given(candidates(), problems(), devices())
+def test_a_rejection_names_a_constraint_and_a_reason(
+    candidate: Candidate, problem: AttentionProblem, device: DeviceSpec
+) -> None:
+    spec = variant_spec(candidate.family.kernel_pass, candidate.variant)
+    if rejected := rejection(candidate, problem.shape, device):
+        assert rejected.constraint in dict(spec.constraints)
+        assert rejected.reason
+
+
+@given(candidates(), problems(), devices())
+def test_what_passes_on_a_shape_passes_on_the_family(
+    candidate: Candidate, problem: AttentionProblem, device: DeviceSpec
+) -> None:
+    assert rejection(candidate, problem.shape, device) is not None or rejection(candidate, None, device) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "constraint"),
+    [
+        ({"HEADS_PER_GROUP": 64}, "search_space"),
+        ({"maxnreg": 64}, "search_space"),
+        ({"num_stages": 8}, "search_space"),
+        ({"num_warps": 8}, "rows_per_warp"),
+        ({"BLOCK_N": 256, "num_stages": 4}, "shared_memory"),
+        ({"BLOCK_M": 256, "BLOCK_N": 256}, "registers"),
+        ({"BLOCK_N": 16, "ROW_SUM_LANES": 8}, "row_sums"),
+    ],
+)
+def test_the_constraint_that_fails_is_named(change: dict[str, int], constraint: str) -> None:
+    rejected = rejection(portable(replace(BASE, **change)), LLAMA.shape, H200)
+    assert rejected is not None
+    assert rejected.constraint == constraint
+
+
+@pytest.mark.parametrize(
+    ("shape", "change", "constraint"),
+    [
+        ("1x8x8x4096x4095x128", {"EXACT_LENGTHS": True}, "exact_lengths"),
+        ("1x8x8x4095x4096x128", {"EXACT_LENGTHS": True}, "exact_lengths"),
+        ("1x8x8x32x4096x128", {}, "tile_fits_problem"),
+        ("1x8x8x4096x32x128", {}, "tile_fits_problem"),
+    ],
+)
+def test_a_constraint_on_the_shape_is_named(shape: str, change: dict[str, bool], constraint: str) -> None:
+    problem = AttentionProblem.parse(shape)
+    rejected = rejection(portable(replace(BASE, **change), problem.family), problem.shape, H200)
+    assert rejected is not None
+    assert rejected.constraint == constraint
+
+
+def test_a_register_cap_is_refused_where_the_compiler_has_none() -> None:
+    config = replace(BASE, BLOCK_M=128, maxnreg=168)
+    rejected = rejection(portable(config), LLAMA.shape, KNOWN_DEVICES["mi300x"])
+    assert rejected is not None
+    assert rejected.constraint == "register_cap"
+
+
+def test_a_boolean_is_no_integer_knob_value() -> None:
+    config = replace(BASE)
+    object.__setattr__(config, "ROW_SUM_LANES", True)  # as a foreign row might hold it
+    rejected = rejection(portable(config), LLAMA.shape, H200)
+    assert rejected is not None
+    assert rejected.constraint == "search_space"
+
+
+@pytest.mark.parametrize("spec", VARIANTS, ids=lambda spec: spec.variant.value)
+def test_candidates_of_a_problem_pass_their_own_constraints(spec: VariantSpec) -> None:
+    found = problem_candidates(AttentionProblem.parse("1x2x2x32x32x64"), spec, H200)
+    assert found
+    shape = AttentionProblem.parse("1x2x2x32x32x64").shape
+    assert all(rejection(candidate, shape, H200) is None for candidate in found)
+
+
+@pytest.mark.parametrize("spec", VARIANTS, ids=lambda spec: spec.variant.value)
+def test_the_space_has_as_many_points_as_it_says(spec: VariantSpec) -> None:
+    assert len(set(spec.configs())) == spec.size()
+
+
+@given(families(), variant_specs(), devices())
+def test_the_default_passes_every_constraint_of_every_gpu(
+    family: AttentionFamily, spec: VariantSpec, device: DeviceSpec
+) -> None:
+    candidate = Candidate(family=family, variant=spec.variant, config=default_config(spec, family))
+    assert rejection(candidate, None, device) is None
+
+
+@given(families(), variant_specs())
+def test_the_default_fits_64_kilobytes(family: AttentionFamily, spec: VariantSpec) -> None:
+    assert forward_smem_bytes(family, default_config(spec, family)) <= 64 * 1024
+
+
+@given(families(), variant_specs())
+def test_seeds_lie_in_the_search_space(family: AttentionFamily, spec: VariantSpec) -> None:
+    for config in seed_configs(spec, family):
+        rejected = spec.rejection(config, family=family, shape=None, device=H200)
+        assert rejected is None or rejected.constraint != "search_space"
+
+
+@given(st.integers(8, 256))
+def test_head_dim_pieces_cover_the_head_dim_with_powers_of_two(head_dim: int) -> None:
+    pieces = head_dim_pieces(head_dim)
+    assert all(width >= 16 and width.bit_count() == 1 for width in pieces)
+    assert sum(pieces[:-1]) < head_dim <= sum(pieces)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "pieces"),
+    [
+        (8, (16,)),
+        (16, (16,)),
+        (40, (32, 16)),
+        (64, (64,)),
+        (96, (64, 32)),
+        (128, (128,)),
+        (192, (128, 64)),
+        (200, (256,)),
+    ],
+)
+def test_head_dim_pieces_are_the_narrowest_cover(head_dim: int, pieces: tuple[int, ...]) -> None:
+    assert (head_dim_pieces(head_dim), padded_head_dim(head_dim)) == (pieces, sum(pieces))
+
+
+@given(families(), devices())
+def test_some_variant_serves_every_family_but_bfloat16_on_turing(family: AttentionFamily, device: DeviceSpec) -> None:
+    turing_bfloat16 = device.arch == "sm_75" and family.dtype is DType.BFLOAT16
+    assert bool(supported_variants(family, device.arch, (3, 6))) != turing_bfloat16
+
+
+@pytest.mark.parametrize(
+    ("arch", "triton", "says"),
+    [
+        ("sm_75", (3, 6), "bfloat16 matrix products need sm_80"),
+        ("sm_70", (3, 6), "sm_75 and newer"),
+        ("sm_90", (3, 5), r"needs Triton 3\.6"),
+        ("gfx1030", (3, 6), "not a GPU that Triton compiles for"),
+    ],
+)
+def test_portable_says_why_it_does_not_serve(arch: str, triton: tuple[int, int], says: str) -> None:
+    reason = variant_spec(Pass.FWD, Variant.PORTABLE).supports(LLAMA.family, arch, triton)
+    assert reason is not None
+    assert re.search(says, reason)
+
+
+@pytest.mark.parametrize("access", [Access.ALIGNED, Access.ANY])
+def test_tma_serves_its_own_access_only(access: Access) -> None:
+    reason = variant_spec(Pass.FWD, Variant.TMA).supports(replace(LLAMA.family, access=access), "sm_90", (3, 6))
+    assert reason is not None
+    assert access.value in reason
+
+
+def test_the_most_specialised_variant_comes_first() -> None:
+    assert [spec.variant for spec in supported_variants(LLAMA.family, "sm_90", (3, 7))] == [
+        Variant.TMA,
+        Variant.PORTABLE,
+    ]
+
+
+def test_the_interpreter_serves_both_variants() -> None:
+    assert len(supported_variants(LLAMA.family, INTERPRETER.arch, (3, 7))) == 2
+
+
+@given(families())
+def test_only_families_with_any_access_compile_in_the_general_form(family: AttentionFamily) -> None:
+    assert (compile_form(family) is CompileForm.GENERAL) == (family.access is Access.ANY)
+
+
+def test_an_unknown_variant_is_named() -> None:
+    with pytest.raises(UnsupportedError, match="no wgmma variant of the fwd pass"):
+        variant_spec(Pass.FWD, "wgmma")
