@@ -1,0 +1,85 @@
+"""Generated modules on disk: write them, import them, and compile their kernel ahead of time.
+
+Triton reads a kernel's source through its file, so a rendered module is always written before it is imported.
+"""
+
+import importlib.util
+import os
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fa_autotune.device import INTERPRETER_ARCH
+from fa_autotune.errors import CompileError
+from fa_autotune.paths import cache_dir
+from fa_autotune.render import KernelSource
+
+_import_lock = threading.Lock()
+
+
+def candidates_dir() -> Path:
+    """Folder of generated candidates, in the cache folder."""
+    return cache_dir() / "kernels"
+
+
+def write_module(source: KernelSource, folder: Path) -> Path:
+    """Write a generated module unless the same text is there; atomic, so that readers see a whole file."""
+    path = folder / f"{source.name}.py"
+    if path.is_file() and path.read_text() == source.text:
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=source.name, suffix=".tmp")
+    with os.fdopen(descriptor, "w") as file:
+        file.write(source.text)
+    os.replace(temporary, path)
+    return path
+
+
+def load_module(path: Path) -> ModuleType:
+    """Import a generated module once per process; CompileError if it does not import."""
+    name = f"fa_autotune_generated.{path.stem}"
+    with _import_lock:
+        if (known := sys.modules.get(name)) is not None and known.__file__ == str(path):
+            return known
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise CompileError(f"{path} is not a Python module; render it again")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[name]
+            raise CompileError(f"generated module {path} does not import: {type(error).__name__}: {error}") from error
+        return module
+
+
+def compile_target(arch: str) -> Any:
+    """Triton's GPUTarget for `sm_90`, `gfx942`, …; the interpreter's kernels are compiled for sm_90 as a check."""
+    from triton.backends.compiler import GPUTarget  # noqa: PLC0415 - a second or more to import
+
+    if arch == INTERPRETER_ARCH:
+        arch = "sm_90"
+    if arch.startswith("sm_"):
+        return GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    return GPUTarget("hip", arch, 64)
+
+
+def compile_module(module: ModuleType, arch: str) -> Any:
+    """Compile a generated module's kernel for an arch, without a GPU; gives Triton's CompiledKernel.
+
+    The compile form is the module's own SIGNATURE and ALIGNMENT, so that lengths are never specialised; the same call
+    in another process finds the result in Triton's cache. Raises what Triton raises.
+    """
+    import triton  # noqa: PLC0415
+    from triton.compiler import ASTSource  # noqa: PLC0415
+
+    kernel = module.KERNEL
+    divisibility = {
+        (kernel.arg_names.index(name),): [["tt.divisibility", divisor]] for name, divisor in module.ALIGNMENT.items()
+    }
+    source = ASTSource(fn=kernel, signature=dict(module.SIGNATURE), constexprs={}, attrs=divisibility)
+    return triton.compile(source, target=compile_target(arch), options=dict(module.OPTIONS))

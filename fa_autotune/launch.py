@@ -1,0 +1,203 @@
+"""Load generated kernels and call them; the only place that asks torch about the live GPU.
+
+On a GPU the kernel compiled ahead is launched on the tensors' device and its current stream. In a process started with
+TRITON_INTERPRET=1, CPU tensors run through Triton's interpreter instead, which is not thread-safe and rounds bfloat16
+wrongly: a lock and a shim see to both.
+"""
+
+import threading
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fa_autotune.device import INTERPRETER, DeviceSpec, Toolchain, nearest_memory_gb
+from fa_autotune.errors import FaAutotuneError, LaunchError
+from fa_autotune.generated import candidates_dir, compile_module, load_module, write_module
+from fa_autotune.paths import interpreting
+from fa_autotune.records import Candidate
+from fa_autotune.render import render
+
+MAX_GRID = 2**31 - 1
+Answer = TypeVar("Answer")
+
+_interpreter_lock = threading.Lock()
+
+
+def live_device(index: int = 0) -> DeviceSpec:
+    """The spec of a live GPU; the interpreter's in a process that interprets kernels.
+
+    FaAutotuneError if there is no such GPU.
+    """
+    if interpreting():
+        return INTERPRETER
+    count = torch.cuda.device_count()
+    if not 0 <= index < count:
+        raise FaAutotuneError(
+            f"GPU {index} asked for, torch {torch.__version__} sees {count}; `fa-autotune doctor` says what is missing"
+        )
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        return DeviceSpec(
+            name=properties.name,
+            arch=properties.gcnArchName.split(":")[0],
+            num_sms=properties.multi_processor_count,
+            smem_optin_bytes=65536,
+            smem_per_sm_bytes=65536,
+            l2_bytes=properties.L2_cache_size,
+            memory_gb=nearest_memory_gb(properties.total_memory),
+            regs_per_sm=131072,
+            warp_size=64,
+        )
+    return DeviceSpec(
+        name=properties.name,
+        arch=f"sm_{properties.major}{properties.minor}",
+        num_sms=properties.multi_processor_count,
+        smem_optin_bytes=properties.shared_memory_per_block_optin,
+        smem_per_sm_bytes=properties.shared_memory_per_multiprocessor,
+        l2_bytes=properties.L2_cache_size,
+        memory_gb=nearest_memory_gb(properties.total_memory),
+        regs_per_sm=properties.regs_per_multiprocessor,
+        max_threads_per_sm=properties.max_threads_per_multi_processor,
+        warp_size=properties.warp_size,
+        power_limit_w=_power_limit_w(index),
+    )
+
+
+def live_toolchain() -> Toolchain:
+    """The versions that compile and run kernels here."""
+    import triton  # noqa: PLC0415
+
+    return Toolchain(
+        triton=triton.__version__,
+        cuda=torch.version.cuda or torch.version.hip,
+        driver=_driver_version(),
+        torch=torch.__version__,
+    )
+
+
+def gpu_uuid(index: int) -> str:
+    """The UUID of a live GPU, as text."""
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+class LoadedKernel:
+    """A candidate's kernel, ready to be called on one device."""
+
+    def __init__(self, candidate: Candidate, device: DeviceSpec) -> None:
+        """Render, import and compile (or find in Triton's cache) the kernel; CompileError, TemplateError."""
+        self.candidate = candidate
+        self.source = render(candidate)
+        self.module: ModuleType = load_module(write_module(self.source, candidates_dir()))
+        self._run = _interpreted(self.module) if interpreting() else _compiled(self.module, device.arch)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float, diagonal: int | None
+    ) -> None:
+        """Write attention of q, k, v (batch, heads, seqlen, head_dim) to out, and its natural-log lse.
+
+        The kernel runs on the tensors' device and that device's current stream. No tensor may be empty.
+        """
+        grid = self.module.grid(q.shape[0], q.shape[1], q.shape[2])
+        if grid[0] > MAX_GRID:
+            raise LaunchError(f"{grid[0]} programs, a launch takes at most {MAX_GRID}: split the batch")
+        arguments = self.module.arguments(q, k, v, out, lse, softmax_scale, diagonal)
+        if q.is_cuda and q.device.index != torch.cuda.current_device():
+            with torch.cuda.device(q.device):
+                self._run(grid, arguments)
+        else:
+            self._run(grid, arguments)
+
+
+def _compiled(module: ModuleType, arch: str) -> Callable[[tuple[int, ...], tuple[Any, ...]], None]:
+    compiled = compile_module(module, arch)
+
+    def run(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+        compiled[grid](*arguments)
+
+    return run
+
+
+def _interpreted(module: ModuleType) -> Callable[[tuple[int, ...], tuple[Any, ...]], None]:
+    import numpy  # noqa: PLC0415 - Triton's interpreter brings it
+
+    install_interpreter_shim()
+
+    def run(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+        # log2(0) and inf − inf are defined results in a kernel; numpy would warn of them.
+        with _interpreter_lock, numpy.errstate(all="ignore"):
+            module.KERNEL[grid](*arguments)
+
+    return run
+
+
+@cache
+def install_interpreter_shim() -> None:
+    """Make Triton's interpreter treat bfloat16 as a GPU does.
+
+    Triton 3.6 and 3.7 keep bfloat16 as raw 16-bit integers there, multiply those integers in `dot`, and truncate on the
+    way from fp32. Here dot operands are widened to fp32 first and casts round to nearest even.
+    """
+    import numpy  # noqa: PLC0415
+    import triton.language as tl  # noqa: PLC0415
+    from triton.runtime import interpreter  # noqa: PLC0415
+
+    def widen(data: Any) -> Any:
+        return (data.astype(numpy.uint32) << 16).view(numpy.float32)
+
+    def narrow(data: Any) -> Any:
+        bits = numpy.ascontiguousarray(data).view(numpy.uint32)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(numpy.uint16)
+        quiet_nan = ((bits >> 16) | 0x40).astype(numpy.uint16)
+        return numpy.where(numpy.isnan(data), quiet_nan, rounded)
+
+    builder = interpreter.InterpreterBuilder
+    plain_dot, plain_cast = builder.create_dot, builder.cast_impl
+
+    def operand(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return interpreter.TensorHandle(widen(handle.data), tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return plain_dot(self, operand(a), operand(b), *rest)
+
+    def cast_impl(self: Any, source: Any, target: Any) -> Any:
+        pair = (source.dtype.scalar, target.scalar)
+        if pair == (tl.bfloat16, tl.float32):
+            return interpreter.TensorHandle(widen(source.data), tl.float32)
+        if pair == (tl.float32, tl.bfloat16):
+            return interpreter.TensorHandle(narrow(source.data), tl.bfloat16)
+        return plain_cast(self, source, target)
+
+    builder.create_dot = create_dot
+    builder.cast_impl = cast_impl
+
+
+def _power_limit_w(index: int) -> float | None:
+    def read(nvml: Any) -> float:
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{gpu_uuid(index)}")
+        return float(nvml.nvmlDeviceGetEnforcedPowerLimit(handle)) / 1000
+
+    return _ask_nvml(read)
+
+
+def _driver_version() -> str | None:
+    return _ask_nvml(lambda nvml: str(nvml.nvmlSystemGetDriverVersion()))
+
+
+def _ask_nvml(question: Callable[[Any], Answer]) -> Answer | None:
+    """The answer, or None where the driver's management library is absent or refuses: all of it is provenance."""
+    import pynvml  # noqa: PLC0415
+
+    try:
+        pynvml.nvmlInit()
+        try:
+            return question(pynvml)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return None
