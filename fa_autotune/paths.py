@@ -1,6 +1,7 @@
 """The only reader of environment variables and the only place that knows where our folders lie."""
 
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -47,3 +48,8 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
 def interpreting(environ: Mapping[str, str] = os.environ) -> bool:
     """True if this process was started to run kernels in Triton's interpreter (TRITON_INTERPRET=1)."""
     return environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
+
+
+def c_compiler(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The C compiler with which Triton builds its launchers, found in its own order: CC, gcc, clang."""
+    return next(filter(None, map(shutil.which, [environ["CC"]] if "CC" in environ else ["gcc", "clang"])), None)

@@ -1,0 +1,372 @@
+"""`fa-autotune doctor`: what is here, what works, and what would go wrong.
+
+`look_round` asks the machine, `examine` judges what it found, `show` prints that.
+"""
+
+import json
+import os
+import platform
+import sqlite3
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import click
+
+from fa_autotune import __version__, paths
+from fa_autotune.device import DeviceSpec
+from fa_autotune.dispatch import parse_triton_version
+from fa_autotune.errors import FaAutotuneError
+from fa_autotune.problem import AttentionFamily, DType
+from fa_autotune.snapshot import Snapshot, Source, load_snapshot
+from fa_autotune.variants import MIN_TRITON, VARIANTS
+
+_PACKAGES = {
+    "torch": ("torch",),
+    "triton": ("triton", "pytorch-triton", "pytorch-triton-rocm"),
+    "optuna": ("optuna",),
+    "sqlite-utils": ("sqlite-utils",),
+}
+# What a variant serves is asked for the commonest family; `fa-autotune explain --problem …` answers for any other.
+_FAMILY = AttentionFamily(dtype=DType.BFLOAT16, head_dim=128, head_dim_v=128, bounded_right=True)
+
+
+class Verdict(StrEnum):
+    """How `attention` would run here, best first."""
+
+    TUNED = "tuned"
+    UNTUNED = "untuned"
+    REFERENCE = "reference"
+    BROKEN = "broken"
+
+
+_SUMMARIES = {
+    Verdict.TUNED: "attention runs tuned kernels on this machine.",
+    Verdict.UNTUNED: "attention runs on this machine, with configs that nobody measured on it.",
+    Verdict.REFERENCE: "no GPU that torch can use: attention of CPU tensors is computed by plain torch.",
+    Verdict.BROKEN: "attention does not run on this machine.",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something to know or to do. A fatal one keeps generated kernels from running."""
+
+    fatal: bool
+    text: str
+    next_step: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuReport:
+    """One GPU: what serves it (None) or why a variant does not, and how many problems have a winner on it."""
+
+    name: str
+    arch: str
+    fingerprint: str
+    variants: Mapping[str, str | None]
+    winners: int
+    sibling_winners: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatabaseReport:
+    """One database of the look-up order, and the winners it gives."""
+
+    source: Source
+    path: str
+    exists: bool
+    winners: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What was found. `torch_error` says why torch can't be imported, `triton_error` the same of Triton."""
+
+    versions: Mapping[str, str | None]
+    torch_error: str | None
+    triton_error: str | None
+    interpreting: bool
+    devices: tuple[DeviceSpec, ...]
+    c_compiler: str | None
+    python_header: Path
+    cache_dir: Path
+    database: Path
+    packs: tuple[Path, ...]
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorReport:
+    """The whole answer."""
+
+    verdict: Verdict
+    summary: str
+    versions: Mapping[str, str | None]
+    interpreting: bool
+    gpus: tuple[GpuReport, ...]
+    c_compiler: str | None
+    databases: tuple[DatabaseReport, ...]
+    cache_dir: str
+    cache_writable: bool
+    findings: tuple[Finding, ...]
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.pass_context
+def doctor_command(ctx: click.Context, *, as_json: bool) -> None:
+    """Say what is here, what works, and what would go wrong.
+
+    Exit code 0 if attention runs on this machine, tuned or not; 1 if it does not.
+    """
+    report = examine(look_round())
+    click.echo(json.dumps(asdict(report), indent=2) if as_json else "\n".join(show(report)))
+    if report.verdict is Verdict.BROKEN:
+        ctx.exit(1)
+
+
+# --- asking the machine -----------------------------------------------------------------------------------------------
+
+
+def look_round() -> Machine:
+    """Ask the machine. A part that is missing or broken is an answer, not an error."""
+    devices, driver, cuda, torch_error = _ask_torch()
+    database, packs = paths.database_path(), tuple(sorted(paths.packs_dir().glob("*.db")))
+    return Machine(
+        versions={**_package_versions(), "driver": driver, "cuda": cuda},
+        torch_error=torch_error,
+        triton_error=_import_error("triton"),
+        interpreting=paths.interpreting(),
+        devices=devices,
+        c_compiler=paths.c_compiler(),
+        python_header=Path(sysconfig.get_path("include")) / "Python.h",
+        cache_dir=paths.cache_dir(),
+        database=database,
+        packs=packs,
+        snapshot=load_snapshot(database, packs),
+    )
+
+
+def _package_versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {"fa_autotune": __version__, "python": platform.python_version()}
+    for name, distributions in _PACKAGES.items():
+        versions[name] = next(filter(None, map(_distribution_version, distributions)), None)
+    return {**versions, "sqlite": sqlite3.sqlite_version}
+
+
+def _distribution_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _import_error(module: str) -> str | None:
+    try:
+        __import__(module)
+    except (ImportError, OSError, RuntimeError) as error:  # OSError: a library that the wheel needs is missing
+        return str(error)
+    return None
+
+
+def _ask_torch() -> tuple[tuple[DeviceSpec, ...], str | None, str | None, str | None]:
+    """The GPUs, the driver's and CUDA's versions, and why torch can't be imported."""
+    if error := _import_error("torch"):
+        return (), None, None, error
+    from fa_autotune import launch
+
+    devices = tuple(_live_devices())
+    if _import_error("triton"):
+        return devices, None, None, None
+    toolchain = launch.live_toolchain()
+    return devices, toolchain.driver, toolchain.cuda, None
+
+
+def _live_devices() -> Iterator[DeviceSpec]:
+    from fa_autotune.launch import live_device
+
+    if paths.interpreting():
+        return  # what live_device names then is no GPU
+    try:
+        for index in range(1024):
+            yield live_device(index)
+    except FaAutotuneError:
+        return
+
+
+# --- judging ----------------------------------------------------------------------------------------------------------
+
+
+def examine(machine: Machine) -> DoctorReport:
+    """Judge what was found. Pure, but for looking at the folders that it names."""
+    gpus = tuple(_gpu_report(device, machine) for device in machine.devices)
+    findings = tuple(_findings(machine, gpus))
+    verdict = _verdict(machine, gpus, findings)
+    return DoctorReport(
+        verdict=verdict,
+        summary=_SUMMARIES[verdict],
+        versions=machine.versions,
+        interpreting=machine.interpreting,
+        gpus=gpus,
+        c_compiler=machine.c_compiler,
+        databases=tuple(_database_reports(machine)),
+        cache_dir=str(machine.cache_dir),
+        cache_writable=_writable(machine.cache_dir),
+        findings=findings,
+    )
+
+
+def _gpu_report(device: DeviceSpec, machine: Machine) -> GpuReport:
+    triton = machine.versions.get("triton")
+    rows = machine.snapshot.rows
+    here = {row.problem for row in rows if row.device_fingerprint == device.fingerprint}
+    arch = {row.problem for row in rows if row.device_arch == device.arch}
+    return GpuReport(
+        name=device.name,
+        arch=device.arch,
+        fingerprint=device.fingerprint,
+        variants={
+            f"{spec.kernel_pass}/{spec.variant}": spec.supports(_FAMILY, device.arch, parse_triton_version(triton))
+            if triton
+            else "Triton is not installed"
+            for spec in VARIANTS
+        },
+        winners=len(here),
+        sibling_winners=len(arch - here),
+    )
+
+
+def _database_reports(machine: Machine) -> Iterator[DatabaseReport]:
+    for source, path in [(Source.USER, machine.database), *((Source.PACK, pack) for pack in machine.packs)]:
+        winners = sum(row.path == path and row.source is source for row in machine.snapshot.rows)
+        yield DatabaseReport(source=source, path=str(path), exists=path.exists(), winners=winners)
+
+
+def _verdict(machine: Machine, gpus: tuple[GpuReport, ...], findings: tuple[Finding, ...]) -> Verdict:
+    if any(finding.fatal for finding in findings):
+        return Verdict.BROKEN
+    if machine.interpreting:
+        return Verdict.UNTUNED
+    if not gpus:
+        return Verdict.REFERENCE
+    return Verdict.TUNED if all(gpu.winners for gpu in gpus) else Verdict.UNTUNED
+
+
+def _findings(machine: Machine, gpus: tuple[GpuReport, ...]) -> Iterator[Finding]:
+    if machine.torch_error:
+        yield _fatal(f"torch can't be imported: {machine.torch_error}", "pip install torch")
+        return
+    if gpus or machine.interpreting:
+        yield from _triton_findings(machine)
+    if gpus:
+        yield from _launch_findings(machine)
+    if gpus and not any(reason is None for gpu in gpus for reason in gpu.variants.values()):
+        yield _fatal(
+            "no variant serves these GPUs; the reasons are above", "use a GPU from sm_75 (NVIDIA) or gfx9 (AMD)"
+        )
+    yield from _gpu_findings(machine, gpus)
+    yield from _folder_findings(machine)
+    for note in machine.snapshot.notes:
+        yield Finding(fatal=False, text=note, next_step="nothing else is lost by it; mend or remove that database")
+
+
+def _triton_findings(machine: Machine) -> Iterator[Finding]:
+    needed = ".".join(map(str, MIN_TRITON))
+    if machine.triton_error:
+        yield _fatal(f"Triton can't be imported: {machine.triton_error}", f"pip install 'triton>={needed}'")
+    elif (found := machine.versions.get("triton")) and parse_triton_version(found) < MIN_TRITON:
+        yield _fatal(f"Triton {found} is older than {needed}", "install a newer torch, which brings its Triton")
+
+
+def _launch_findings(machine: Machine) -> Iterator[Finding]:
+    if machine.c_compiler is None:
+        yield _fatal("no C compiler: Triton builds its launcher with one at the first call", "install gcc, or set CC")
+    if not machine.python_header.is_file():
+        yield _fatal(
+            f"{machine.python_header} is missing: Triton's launcher is built against it",
+            "install Python's headers (python3-dev, python3-devel)",
+        )
+
+
+def _gpu_findings(machine: Machine, gpus: tuple[GpuReport, ...]) -> Iterator[Finding]:
+    if machine.interpreting:
+        yield Finding(
+            fatal=False,
+            text="TRITON_INTERPRET is set: kernels of CPU tensors run in Triton's interpreter, GPUs are not used",
+            next_step="unset it to use a GPU",
+        )
+    elif not gpus:
+        yield Finding(
+            fatal=False,
+            text="torch sees no GPU",
+            next_step="where there is one: check its driver, and that torch is a GPU build (torch.cuda.is_available())",
+        )
+    for name in dict.fromkeys(gpu.name for gpu in gpus if not gpu.winners):
+        yield Finding(fatal=False, text=f"no problem is tuned on {name}", next_step="fa-autotune tune")
+
+
+def _folder_findings(machine: Machine) -> Iterator[Finding]:
+    if not _writable(machine.cache_dir):
+        yield Finding(
+            fatal=bool(machine.devices) or machine.interpreting,
+            text=f"the cache folder {machine.cache_dir} can't be written: generated kernels are put there",
+            next_step="set FA_AUTOTUNE_CACHE to a folder that can",
+        )
+    if not _writable(machine.database):
+        yield Finding(
+            fatal=False,
+            text=f"the database {machine.database} can't be written: tuning has nowhere to put results",
+            next_step="set FA_AUTOTUNE_DB to a file that can, or give --db",
+        )
+
+
+def _fatal(text: str, next_step: str) -> Finding:
+    return Finding(fatal=True, text=text, next_step=next_step)
+
+
+def _writable(path: Path) -> bool:
+    """True if a file or folder can be written, or made where the first folder above it exists."""
+    if path.exists():
+        return os.access(path, os.W_OK)
+    above = next(parent for parent in path.absolute().parents if parent.exists())
+    return above.is_dir() and os.access(above, os.W_OK | os.X_OK)
+
+
+# --- showing ----------------------------------------------------------------------------------------------------------
+
+
+def show(report: DoctorReport) -> Iterator[str]:
+    """Lines for people."""
+    yield f"{report.verdict.value.upper()}: {report.summary}"
+    yield ""
+    yield _line("versions", ", ".join(f"{name} {found or 'missing'}" for name, found in _shown(report.versions)))
+    for index, gpu in enumerate(report.gpus):
+        yield _line(f"GPU {index}", f"{gpu.name} ({gpu.fingerprint})")
+        yield _line("", f"winners: {gpu.winners} of its own, {gpu.sibling_winners} more of {gpu.arch}")
+        for variant, reason in gpu.variants.items():
+            yield _line("", f"{variant}: {reason or 'serves it'}")
+    if not report.gpus:
+        yield _line("GPU", "none")
+    yield _line("C compiler", report.c_compiler or "none")
+    for database in report.databases:
+        state = f"{database.winners} winners" if database.exists else "not there yet"
+        yield _line("your database" if database.source is Source.USER else "pack", f"{database.path}: {state}")
+    yield _line("cache folder", f"{report.cache_dir}{'' if report.cache_writable else ': not writable'}")
+    for finding in report.findings:
+        yield ""
+        yield f"{'PROBLEM' if finding.fatal else 'note'}: {finding.text}"
+        yield f"  next: {finding.next_step}"
+
+
+def _shown(versions: Mapping[str, str | None]) -> Iterator[tuple[str, str | None]]:
+    for name, found in versions.items():
+        if found or name not in ("driver", "cuda"):
+            yield name, found
+
+
+def _line(label: str, text: str) -> str:
+    return f"{label:<14} {text}"

@@ -1,0 +1,58 @@
+"""`fa-autotune render`: one generated kernel, for reading or for a file."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import click
+
+from fa_autotune.config import KernelConfig
+from fa_autotune.errors import InvalidConfigError
+from fa_autotune.problem import AttentionFamily, AttentionProblem
+from fa_autotune.records import Candidate, Variant
+from fa_autotune.variants import VariantSpec, default_config, variant_spec
+
+
+@click.command("render")
+@click.option("--problem", metavar="TEXT", help="For example 4x32x8x4096x4096x128,causal.")
+@click.option(
+    "--variant",
+    type=click.Choice([variant.value for variant in Variant]),
+    default=Variant.PORTABLE.value,
+    show_default=True,
+    help="The template to render.",
+)
+@click.option("--config", metavar="JSON", default="{}", help="Knobs that differ from the untuned default.")
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file instead.")
+@click.option("--json", "as_json", is_flag=True, help="Print name, digest, config and text as JSON.")
+def render_command(*, problem: str | None, variant: str, config: str, output: Path | None, as_json: bool) -> None:
+    """Print one generated kernel.
+
+    Without --config the kernel has the config that an untuned call would use. Nothing is compiled or run.
+    """
+    if problem is None:
+        raise click.UsageError("give --problem, for example --problem 4x32x8x4096x4096x128,causal")
+    from fa_autotune.render import render
+
+    family = AttentionProblem.parse(problem).family
+    spec = variant_spec(family.kernel_pass, Variant(variant))
+    chosen = read_config(spec, family, config)
+    source = render(Candidate(family=family, variant=spec.variant, config=chosen))
+    text = json.dumps({**asdict(source), "config": asdict(chosen)}, indent=2) + "\n" if as_json else source.text
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        output.write_text(text)
+        click.echo(f"{output}: {source.name}", err=True)
+
+
+def read_config(spec: VariantSpec, family: AttentionFamily, text: str) -> KernelConfig:
+    """The untuned default of a family with the knobs of a JSON object put in; InvalidConfigError."""
+    try:
+        knobs = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidConfigError(f'--config {text!r} is not JSON: {error}; write it like {{"BLOCK_M": 64}}') from None
+    known = [knob.name for knob in spec.knobs]
+    if not isinstance(knobs, dict) or not knobs.keys() <= set(known):
+        raise InvalidConfigError(f"--config {text!r} is not an object of knobs of {spec.variant}: {', '.join(known)}")
+    return replace(default_config(spec, family), **knobs)
