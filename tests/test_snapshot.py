@@ -221,7 +221,8 @@ def test_wal_database_that_only_opens_as_immutable_is_read(pack: Path, monkeypat
     def connect(database: str, **options: Any) -> sqlite3.Connection:
         if "immutable" not in database:  # what SQLite says in a folder without write permission
             raise sqlite3.OperationalError("unable to open database file")
-        return real(database, **options)
+        connection: sqlite3.Connection = real(database, **options)
+        return connection
 
     monkeypatch.setattr(sqlite3, "connect", connect)
     assert len(load_snapshot(pack, []).rows) == 1

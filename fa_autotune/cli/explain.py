@@ -1,0 +1,83 @@
+"""`fa-autotune explain`: which kernel would run on a problem, and why. Needs no GPU where one is named."""
+
+import json
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import click
+
+from fa_autotune.device import INTERPRETER, INTERPRETER_ARCH, KNOWN_DEVICES, DeviceSpec, known_device
+from fa_autotune.dispatch import decide, pack_paths, rendered_digest
+from fa_autotune.errors import FaAutotuneError
+from fa_autotune.paths import database_path
+from fa_autotune.problem import AttentionProblem
+from fa_autotune.snapshot import load_snapshot
+
+LIVE = "live"
+_TRITON_PACKAGES = ("triton", "pytorch-triton-rocm", "pytorch-triton")
+
+
+@click.command("explain")
+@click.option(
+    "--problem", "problem_text", required=True, help="Such as 4x32x8x4096x4096x128,causal, or a problem's key."
+)
+@click.option(
+    "--device",
+    "device_name",
+    default=LIVE,
+    show_default=True,
+    help=f"{LIVE} for this machine's first GPU, or one of: {', '.join(KNOWN_DEVICES)}, {INTERPRETER_ARCH}.",
+)
+@click.option("--triton", "triton_version", help="Decide as if this Triton were installed, such as 3.7.1.")
+@click.option("--db", "db_path", type=click.Path(path_type=Path), help="The user's database. [default: FA_AUTOTUNE_DB]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def explain_command(
+    *, problem_text: str, device_name: str, triton_version: str | None, db_path: Path | None, as_json: bool
+) -> None:
+    """Say which kernel would run on a problem, and why."""
+    problem = AttentionProblem.parse(problem_text)
+    device = _device(device_name)
+    if db_path is not None and not db_path.exists():
+        raise FaAutotuneError(
+            f"there is no database {db_path}; name one written by fa-autotune tune, or leave --db out"
+        )
+    snapshot = load_snapshot(db_path or database_path(), pack_paths())
+    decision = decide(
+        problem,
+        device=device,
+        triton_version=triton_version or _installed_triton(),
+        snapshot=snapshot,
+        digest_of=rendered_digest,
+    )
+    if as_json:
+        notes = {"notes": list(snapshot.notes), "snapshot": snapshot.content_hash, "device": device.name}
+        click.echo(json.dumps({**decision.as_json(), **notes}, indent=2))
+        return
+    click.echo(decision.describe())
+    for note in snapshot.notes:
+        click.echo(f"  note    {note}")
+
+
+def _device(name: str) -> DeviceSpec:
+    if name == INTERPRETER_ARCH:
+        return INTERPRETER
+    if name != LIVE:
+        return known_device(name)
+    hint = f"name a GPU instead: --device {' | '.join(KNOWN_DEVICES)}"
+    try:
+        from fa_autotune.launch import live_device
+    except ImportError as error:
+        raise FaAutotuneError(f"without {error.name or 'torch'} the live GPU can't be asked; {hint}") from error
+    try:
+        return live_device()
+    except FaAutotuneError as error:
+        raise FaAutotuneError(f"{error}; or {hint}") from error
+
+
+def _installed_triton() -> str:
+    for package in _TRITON_PACKAGES:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    raise FaAutotuneError("Triton is not installed; say which one to decide for, such as --triton 3.7.1")
