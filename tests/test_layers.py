@@ -1,0 +1,63 @@
+"""Rules on the source that the import contracts can't express, and that the contracts name every module."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "fa_autotune"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+LATE = {"optuna": "tuner", "jinja2": "render", "sqlite_utils": "database"}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").as_posix()
+
+
+def attributes_of_os(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+            yield node.attr
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_only_paths_reads_the_environment(path: Path) -> None:
+    hands_it_down = {"paths", "worker"}  # worker gives its own environment to the subprocess
+    assert name_of(path) in hands_it_down or not {"environ", "getenv"} & set(attributes_of_os(path))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_module_stays_readable_in_one_sitting(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 600
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_every_module_says_what_it_is_for(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+def test_the_import_contracts_hold(checkout: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"],
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_door_to_a_dependency_is_guarded(checkout: Path) -> None:
+    settings = tomllib.loads((checkout / "pyproject.toml").read_text())["tool"]["importlinter"]
+    doors = {
+        (dependency, door)
+        for contract in settings["contracts"]
+        if contract["type"] == "protected"
+        for dependency in contract["protected_modules"]
+        for door in contract["allowed_importers"]
+    }
+    assert doors >= {(dependency, f"fa_autotune.{module}") for dependency, module in LATE.items()}

@@ -1,0 +1,90 @@
+"""The public surface: what is exported, and what importing it costs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fa_autotune
+
+HEAVY = ("torch", "triton", "optuna", "jinja2", "sqlite_utils", "click", "rich", "numpy", "pynvml")
+PLANNED = (
+    "attention_varlen",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "record_problems",
+    "scaled_dot_product_attention",
+)
+
+
+def loaded_after(statement: str) -> set[str]:
+    """Top-level modules that a fresh interpreter holds after a statement."""
+    code = f"{statement}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return {name.split(".")[0] for name in json.loads(done.stdout)}
+
+
+def test_every_exported_name_exists() -> None:
+    assert [name for name in fa_autotune.__all__ if not hasattr(fa_autotune, name)] == []
+
+
+def test_exports_are_sorted_and_listed_by_dir() -> None:
+    assert fa_autotune.__all__ == sorted(fa_autotune.__all__)
+    assert set(fa_autotune.__all__) <= set(dir(fa_autotune))
+
+
+def test_every_error_class_is_exported() -> None:
+    tree, frontier = set(), [fa_autotune.FaAutotuneError]
+    while frontier:
+        found = frontier.pop()
+        tree.add(found.__name__)
+        frontier += [kind for kind in found.__subclasses__() if kind.__module__ == "fa_autotune.errors"]
+    assert tree <= set(fa_autotune.__all__)
+
+
+def test_no_export_shares_a_modules_name() -> None:
+    package = Path(fa_autotune.__file__).parent
+    modules = {path.stem for path in package.glob("*.py")} | {path.name for path in package.iterdir() if path.is_dir()}
+    assert {*fa_autotune.__all__, *PLANNED} & modules == set()
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    assert loaded_after("import fa_autotune") & set(HEAVY) == set()
+
+
+@pytest.mark.parametrize(
+    "module", ["problem", "config", "device", "records", "variants", "paths", "snapshot", "worker"]
+)
+def test_importing_the_data_loads_nothing_heavy(module: str) -> None:
+    assert loaded_after(f"import fa_autotune.{module}") & set(HEAVY) == set()
+
+
+@pytest.mark.parametrize("module", ["render", "database", "tuner", "dispatch"])
+def test_importing_search_and_database_loads_no_torch(module: str) -> None:
+    assert loaded_after(f"import fa_autotune.{module}") & {"torch", "triton"} == set()
+
+
+def test_attention_loads_neither_optuna_nor_the_command_line() -> None:
+    assert loaded_after("from fa_autotune import attention") & {"optuna", "jinja2", "sqlite_utils", "click"} == set()
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_planned_name_says_what_to_use_until_it_is_there(name: str) -> None:
+    with pytest.raises(fa_autotune.UnsupportedError, match=f"{name} is not there yet in .*; until then "):
+        getattr(fa_autotune, name)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'attentoin'"):
+        _ = fa_autotune.attentoin
+
+
+def test_wrong_use_can_be_caught_as_the_builtin_that_it_refines() -> None:
+    assert issubclass(fa_autotune.InvalidProblemError, ValueError)
+    assert issubclass(fa_autotune.UnsupportedError, NotImplementedError)
+    assert issubclass(fa_autotune.NoKernelError, LookupError)
