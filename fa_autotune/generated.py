@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 from fa_autotune.device import INTERPRETER_ARCH
 from fa_autotune.errors import CompileError
 from fa_autotune.paths import cache_dir
-from fa_autotune.render import KernelSource
+from fa_autotune.records import Candidate
+from fa_autotune.render import KernelSource, render
 
 _import_lock = threading.Lock()
 
@@ -36,6 +38,15 @@ def write_module(source: KernelSource, folder: Path) -> Path:
         file.write(source.text)
     os.replace(temporary, path)
     return path
+
+
+def write_exactly(candidates: Iterable[Candidate], folder: Path) -> list[Path]:
+    """Make a folder hold the generated modules of these candidates and no other; gives their paths, sorted by name."""
+    sources = {source.name: source for source in map(render, candidates)}
+    written = [write_module(sources[name], folder) for name in sorted(sources)]
+    for stale in set(folder.glob("*.py")) - set(written):
+        stale.unlink()
+    return written
 
 
 def load_module(path: Path) -> ModuleType:

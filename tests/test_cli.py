@@ -260,6 +260,24 @@ def test_render_refuses_a_config_with_the_rule(config: str, says: str) -> None:
     assert (done.exit_code, says in done.stderr) == (2, True)
 
 
-def test_render_without_a_problem_says_how() -> None:
-    done = run("render")
+def test_render_writes_exactly_the_winners_of_the_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = replace(winner_on("h200", tmp_path / "pack.db"), source=Source.PACK)
+    mine = replace(row, source=Source.USER, problem=AttentionProblem.parse("1x1x1x64x64x64"))
+    (tmp_path / "fwd_of_an_older_pack.py").touch()
+    monkeypatch.setattr("fa_autotune.paths.shipped_kernels_dir", lambda: tmp_path)
+    monkeypatch.setattr("fa_autotune.snapshot.load_snapshot", lambda *_: Snapshot(rows=(row, mine)))
+    source = render(row.candidate)
+    assert json.loads(run("render", "--winners", "--json").stdout) == [str(tmp_path / f"{source.name}.py")]
+    assert {path.name: path.read_text() for path in tmp_path.glob("*.py")} == {f"{source.name}.py": source.text}
+
+
+def test_render_writes_winners_in_a_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fa_autotune.paths.shipped_kernels_dir", lambda: tmp_path / "none")
+    done = run("render", "--winners")
+    assert (done.exit_code, "is for a checkout" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--winners", "--problem", SHORT]])
+def test_render_without_a_problem_says_how(arguments: list[str]) -> None:
+    done = run("render", *arguments)
     assert (done.exit_code, "--problem 4x32x8" in done.stderr) == (2, True)

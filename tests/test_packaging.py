@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from fa_autotune import paths
+from fa_autotune.render import render
+from fa_autotune.snapshot import Source, load_snapshot
 
 
 def build(kind: str, folder: Path, checkout: Path) -> Path:
@@ -120,3 +122,11 @@ def test_an_editable_install_leaves_no_copies_behind(tmp_path: Path, checkout: P
 def test_a_checkout_knows_its_own_folders(checkout: Path) -> None:
     found = (paths.templates_dir(), paths.packs_dir(), paths.shipped_kernels_dir())
     assert found == (checkout / "templates", checkout / "tuning_db", checkout / "kernels_generated")
+
+
+def test_the_shipped_kernels_are_those_of_the_packs_winners(checkout: Path) -> None:
+    packs = sorted(paths.packs_dir().glob("*.db"))
+    winners = [row.candidate for row in load_snapshot(paths.database_path(), packs).rows if row.source is Source.PACK]
+    rendered = {source.name + ".py": source.text for source in map(render, winners)}
+    shipped = {path.name: path.read_text() for path in (checkout / "kernels_generated").glob("*.py")}
+    assert shipped == rendered  # `fa-autotune render --winners` makes them so

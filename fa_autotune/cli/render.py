@@ -6,8 +6,9 @@ from pathlib import Path
 
 import click
 
+from fa_autotune import paths
 from fa_autotune.config import KernelConfig
-from fa_autotune.errors import InvalidConfigError
+from fa_autotune.errors import FaAutotuneError, InvalidConfigError
 from fa_autotune.problem import AttentionFamily, AttentionProblem
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.variants import VariantSpec, default_config, variant_spec
@@ -24,26 +25,50 @@ from fa_autotune.variants import VariantSpec, default_config, variant_spec
 )
 @click.option("--config", metavar="JSON", default="{}", help="Knobs that differ from the untuned default.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file instead.")
-@click.option("--json", "as_json", is_flag=True, help="Print name, digest, config and text as JSON.")
-def render_command(*, problem: str | None, variant: str, config: str, output: Path | None, as_json: bool) -> None:
-    """Print one generated kernel.
+@click.option("--winners", is_flag=True, help="Write the kernels of all packs' winners to kernels_generated/.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: the kernel and its config, or the files written.")
+def render_command(
+    *, problem: str | None, variant: str, config: str, output: Path | None, winners: bool, as_json: bool
+) -> None:
+    """Print one generated kernel, or write the shipped winners'.
 
     Without --config the kernel has the config that an untuned call would use. Nothing is compiled or run.
     """
+    if (problem is None) != winners:
+        raise click.UsageError("give --problem, for example --problem 4x32x8x4096x4096x128,causal, or else --winners")
     if problem is None:
-        raise click.UsageError("give --problem, for example --problem 4x32x8x4096x4096x128,causal")
-    from fa_autotune.render import render
-
-    family = AttentionProblem.parse(problem).family
-    spec = variant_spec(family.kernel_pass, Variant(variant))
-    chosen = read_config(spec, family, config)
-    source = render(Candidate(family=family, variant=spec.variant, config=chosen))
-    text = json.dumps({**asdict(source), "config": asdict(chosen)}, indent=2) + "\n" if as_json else source.text
+        written = [str(path) for path in write_winners()]
+        click.echo(json.dumps(written, indent=2) if as_json else "\n".join(written))
+        return
+    text = render_one(problem, Variant(variant), config, as_json=as_json)
     if output is None:
         click.echo(text, nl=False)
     else:
         output.write_text(text)
-        click.echo(f"{output}: {source.name}", err=True)
+        click.echo(f"wrote {output}", err=True)
+
+
+def render_one(problem: str, variant: Variant, config: str, *, as_json: bool) -> str:
+    """The text of one kernel, or JSON that holds it."""
+    from fa_autotune.render import render
+
+    family = AttentionProblem.parse(problem).family
+    spec = variant_spec(family.kernel_pass, variant)
+    chosen = read_config(spec, family, config)
+    source = render(Candidate(family=family, variant=variant, config=chosen))
+    return json.dumps({**asdict(source), "config": asdict(chosen)}, indent=2) + "\n" if as_json else source.text
+
+
+def write_winners() -> list[Path]:
+    """Make the checkout's kernels_generated/ hold the kernels of the packs' winners and no other."""
+    from fa_autotune.generated import write_exactly
+    from fa_autotune.snapshot import Source, load_snapshot
+
+    folder = paths.shipped_kernels_dir()
+    if not folder.is_dir():
+        raise FaAutotuneError(f"{folder} is not there: --winners is for a checkout; give --problem to print a kernel")
+    snapshot = load_snapshot(paths.database_path(), sorted(paths.packs_dir().glob("*.db")))
+    return write_exactly((row.candidate for row in snapshot.rows if row.source is Source.PACK), folder)
 
 
 def read_config(spec: VariantSpec, family: AttentionFamily, text: str) -> KernelConfig:
