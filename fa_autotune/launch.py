@@ -7,6 +7,7 @@ wrongly: a lock and a shim see to both.
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any, TypeVar
@@ -39,7 +40,7 @@ def live_device(index: int = 0) -> DeviceSpec:
         raise FaAutotuneError(
             f"GPU {index} asked for, torch {torch.__version__} sees {count}; `fa-autotune doctor` says what is missing"
         )
-    properties = torch.cuda.get_device_properties(index)
+    properties: Any = torch.cuda.get_device_properties(index)  # torch's stubs lack some of its attributes
     if torch.version.hip:
         return DeviceSpec(
             name=properties.name,
@@ -177,9 +178,37 @@ def install_interpreter_shim() -> None:
     builder.cast_impl = cast_impl
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuState:
+    """Clock, power and temperature of a GPU at one moment."""
+
+    sm_clock_mhz: int
+    power_w: float
+    temperature_c: int
+
+
+def gpu_state(index: int) -> GpuState | None:
+    """What the driver says of a GPU now; None where it says nothing (no NVIDIA GPU, or not allowed to)."""
+
+    def read(nvml: Any) -> GpuState:
+        handle = nvml.nvmlDeviceGetHandleByUUID(_nvml_uuid(index))
+        return GpuState(
+            sm_clock_mhz=nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+            power_w=nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+            temperature_c=nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+        )
+
+    return _ask_nvml(read)
+
+
+def _nvml_uuid(index: int) -> str:
+    uuid = gpu_uuid(index)
+    return uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+
+
 def _power_limit_w(index: int) -> float | None:
     def read(nvml: Any) -> float:
-        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{gpu_uuid(index)}")
+        handle = nvml.nvmlDeviceGetHandleByUUID(_nvml_uuid(index))
         return float(nvml.nvmlDeviceGetEnforcedPowerLimit(handle)) / 1000
 
     return _ask_nvml(read)
@@ -194,10 +223,7 @@ def _ask_nvml(question: Callable[[Any], Answer]) -> Answer | None:
     import pynvml  # noqa: PLC0415
 
     try:
-        pynvml.nvmlInit()
-        try:
-            return question(pynvml)
-        finally:
-            pynvml.nvmlShutdown()
+        pynvml.nvmlInit()  # counted by the library: cheap after the first call, and kept open for the process
+        return question(pynvml)
     except pynvml.NVMLError:
         return None

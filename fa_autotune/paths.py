@@ -45,6 +45,11 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(platformdirs.user_cache_dir("fa_autotune"))
 
 
+def triton_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Folder where the compile pool and the measuring worker share compiled kernels."""
+    return cache_dir(environ) / "triton"
+
+
 def interpreting(environ: Mapping[str, str] = os.environ) -> bool:
     """True if this process was started to run kernels in Triton's interpreter (TRITON_INTERPRET=1)."""
     return environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")

@@ -1,0 +1,264 @@
+"""Our dispatched kernels beside other attention libraries: same tensors, same process, interleaved.
+
+Times are kernel times by the protocol of `measure`: device events with a flushed L2 cache, or CUDA graphs for small
+problems. A peer that can't run a problem says why and is left out of it.
+"""
+
+import datetime
+import math
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fa_autotune.config import config_label
+from fa_autotune.device import DeviceSpec, Toolchain
+from fa_autotune.dispatch import Dispatcher
+from fa_autotune.errors import FaAutotuneError, UnsupportedError
+from fa_autotune.launch import LoadedKernel, live_device, live_toolchain
+from fa_autotune.measure import Launch, MeasurePolicy, confirm, make_timer, regime_for
+from fa_autotune.problem import AttentionProblem
+from fa_autotune.records import Measurement
+from fa_autotune.reference import seeded_inputs
+
+OURS = "ours"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchRow:
+    """One library on one problem. `note`: our kernel and where it comes from, or why a peer did not run."""
+
+    problem: AttentionProblem
+    contender: str
+    measurement: Measurement | None
+    note: str
+
+    @property
+    def tflops(self) -> float | None:
+        """Matrix-product TFLOP/s by the literature's count."""
+        return self.problem.flops / self.measurement.median_ms / 1e9 if self.measurement else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchReport:
+    """All rows of one run, with what is needed to read them later."""
+
+    rows: tuple[BenchRow, ...]
+    device: DeviceSpec
+    toolchain: Toolchain
+    cudnn: int | None
+    python: str
+    started_at: str
+    policy: MeasurePolicy
+
+    def contenders(self) -> list[str]:
+        """Names in the order of the rows."""
+        return list(dict.fromkeys(row.contender for row in self.rows))
+
+    def problems(self) -> list[AttentionProblem]:
+        """Problems in the order of the rows."""
+        return list(dict.fromkeys(row.problem for row in self.rows))
+
+    def row(self, problem: AttentionProblem, contender: str) -> BenchRow | None:
+        """The row of a contender on a problem."""
+        return next((row for row in self.rows if (row.problem, row.contender) == (problem, contender)), None)
+
+    def ratios(self, contender: str) -> list[float]:
+        """How much faster we are than a contender, for each problem that both ran: its time / our time."""
+        pairs = ((self.row(problem, OURS), self.row(problem, contender)) for problem in self.problems())
+        return [
+            theirs.measurement.median_ms / ours.measurement.median_ms
+            for ours, theirs in pairs
+            if ours and theirs and ours.measurement and theirs.measurement
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, every figure included."""
+        rows = [
+            {
+                "problem": row.problem.key,
+                "label": row.problem.label,
+                "contender": row.contender,
+                "tflops": row.tflops,
+                "note": row.note,
+                "measurement": asdict(row.measurement) if row.measurement else None,
+            }
+            for row in self.rows
+        ]
+        return {
+            "device": asdict(self.device),
+            "toolchain": asdict(self.toolchain),
+            "cudnn": self.cudnn,
+            "python": self.python,
+            "started_at": self.started_at,
+            "policy": asdict(self.policy),
+            "geomean_speedup": {
+                name: geomean(ratios) for name in self.contenders() if name != OURS and (ratios := self.ratios(name))
+            },
+            "rows": rows,
+        }
+
+
+def geomean(values: Sequence[float]) -> float:
+    """Geometric mean; the values are positive."""
+    return math.exp(math.fsum(map(math.log, values)) / len(values))
+
+
+def bench(
+    problems: Sequence[AttentionProblem],
+    *,
+    against: Sequence[str],
+    device_index: int = 0,
+    policy: MeasurePolicy | None = None,
+    on_problem: Callable[[AttentionProblem, list[BenchRow]], None] = lambda problem, rows: None,
+) -> BenchReport:
+    """Time our kernels and the named peers on problems; UnsupportedError for a peer that is not known."""
+    if unknown := [name for name in against if name not in PEERS]:
+        raise UnsupportedError(f"unknown peers {', '.join(unknown)}; known are {', '.join(PEERS)}")
+    if not torch.cuda.is_available():
+        raise FaAutotuneError(
+            "bench compares GPU kernels and torch sees no GPU; `fa-autotune doctor` says what is missing"
+        )
+    device = live_device(device_index)
+    dispatcher = Dispatcher(device=device, triton_version=live_toolchain().triton)
+    policy = policy or MeasurePolicy()
+    started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    rows: list[BenchRow] = []
+    with torch.cuda.device(device_index), torch.no_grad():
+        for problem in problems:
+            found = _bench_problem(problem, against, dispatcher, device_index, policy)
+            rows += found
+            on_problem(problem, found)
+    return BenchReport(
+        rows=tuple(rows),
+        device=device,
+        toolchain=live_toolchain(),
+        cudnn=torch.backends.cudnn.version(),
+        python=platform.python_version(),
+        started_at=started_at,
+        policy=policy,
+    )
+
+
+def _bench_problem(
+    problem: AttentionProblem, against: Sequence[str], dispatcher: Dispatcher, device_index: int, policy: MeasurePolicy
+) -> list[BenchRow]:
+    inputs = seeded_inputs(problem.family, problem.shape, device=torch.device("cuda", device_index), seed=0)
+    launches: dict[str, Launch] = {}
+    notes: dict[str, str] = {}
+    for name, make in {OURS: partial(_ours, dispatcher), **{name: PEERS[name] for name in against}}.items():
+        try:
+            launches[name], notes[name] = make(problem, *inputs)
+            launches[name]()
+            torch.cuda.synchronize()
+        except (RuntimeError, ImportError, FaAutotuneError) as error:
+            if name == OURS:
+                raise
+            launches.pop(name, None)
+            notes[name] = f"did not run: {str(error).strip().splitlines()[0][:200]}"
+    regime = regime_for(problem, dispatcher.device)
+    timer = make_timer(regime, dispatcher.device, device_index)
+    measured = confirm(list(launches.values()), timer=timer, regime=regime, policy=policy, device_index=device_index)
+    figures = dict(zip(launches, measured, strict=True))
+    return [
+        BenchRow(problem=problem, contender=name, measurement=figures.get(name), note=note)
+        for name, note in notes.items()
+    ]
+
+
+def _ours(dispatcher: Dispatcher, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Launch, str]:
+    decision = dispatcher.decide(problem)
+    kernel = LoadedKernel(decision.candidate, dispatcher.device)
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    scale = q.shape[3] ** -0.5
+    diagonal = k.shape[2] - q.shape[2] if problem.family.bounded_right else None
+    note = f"{decision.candidate.variant} {config_label(decision.candidate.config)} ({decision.origin})"
+    return partial(kernel, q, k, v, out, lse, scale, diagonal), note
+
+
+def _sdpa(backend: SDPBackend, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Launch, str]:
+    _require_square(problem)
+    grouped = problem.shape.gqa_group_size > 1
+
+    def launch() -> None:
+        with sdpa_kernel(backend):
+            F.scaled_dot_product_attention(q, k, v, is_causal=problem.family.bounded_right, enable_gqa=grouped)
+
+    return launch, f"torch {torch.__version__} SDPA, {backend.name}"
+
+
+def _flex(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Launch, str]:
+    from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415 - imports the compiler
+
+    shape = problem.shape
+    mask = None
+    if problem.family.bounded_right:
+        offset = shape.seqlen_k - shape.seqlen_q
+
+        def causal(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            return key <= row + offset
+
+        mask = create_block_mask(causal, None, None, shape.seqlen_q, shape.seqlen_k, device=q.device)
+    attention = _compiled_flex()
+    launch = partial(attention, q, k, v, block_mask=mask, enable_gqa=shape.gqa_group_size > 1)
+    return launch, f"torch {torch.__version__} FlexAttention, compiled with dynamic=False"
+
+
+@cache
+def _compiled_flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415
+
+    torch._dynamo.config.cache_size_limit = 1000  # one compilation for each shape
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _fa3(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Launch, str]:
+    import flash_attn_interface  # noqa: PLC0415 - an optional peer
+
+    q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in (q, k, v))
+    launch = partial(flash_attn_interface.flash_attn_func, q, k, v, causal=problem.family.bounded_right)
+    return launch, "flash_attn_interface (FlashAttention-3), (batch, seqlen, heads, head_dim)"
+
+
+def _require_square(problem: AttentionProblem) -> None:
+    if problem.family.bounded_right and problem.shape.seqlen_q != problem.shape.seqlen_k:
+        raise UnsupportedError("SDPA's is_causal is top-left aligned: not the same problem for unequal lengths")
+
+
+PEERS: dict[str, Callable[..., tuple[Launch, str]]] = {
+    "sdpa-flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
+    "sdpa-cudnn": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
+    "sdpa-efficient": partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION),
+    "flex": _flex,
+    "fa3": _fa3,
+}
+
+
+def table_rows(report: BenchReport) -> Iterator[list[str]]:
+    """The report as text cells: a head, a row for each problem (TFLOP/s, our ratio to each peer), the geomeans."""
+    peers = [name for name in report.contenders() if name != OURS]
+    yield [
+        "problem",
+        "ms",
+        "ours TFLOP/s",
+        *(f"{name} TFLOP/s" for name in peers),
+        *(f"ours / {n}" for n in peers),
+        "kernel",
+    ]
+    for problem in report.problems():
+        ours = report.row(problem, OURS)
+        if ours is None or ours.measurement is None or ours.tflops is None:
+            continue
+        others = [report.row(problem, name) for name in peers]
+        speeds = [f"{row.tflops:.0f}" if row and row.tflops else "–" for row in others]
+        ratios = [f"{ours.tflops / row.tflops:.2f}" if row and row.tflops else "–" for row in others]
+        yield [problem.label, f"{ours.measurement.median_ms:.3f}", f"{ours.tflops:.0f}", *speeds, *ratios, ours.note]
+    means = [f"{geomean(ratios):.2f}" if (ratios := report.ratios(name)) else "–" for name in peers]
+    yield ["geometric mean", "", "", *("" for _ in peers), *means, ""]

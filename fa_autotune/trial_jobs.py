@@ -1,0 +1,195 @@
+"""What the measuring worker does: verify, screen, soak and confirm kernels on one device.
+
+These functions run in a subprocess that may hang or crash. What they are given and what they give back is plain data;
+loaded kernels and inputs stay in the worker's caches. They never see a user's tensors.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fa_autotune.device import DeviceSpec, Toolchain
+from fa_autotune.launch import LoadedKernel, live_toolchain
+from fa_autotune.measure import Launch, MeasurePolicy, Timer, confirm, make_timer, regime_for, screen
+from fa_autotune.problem import AttentionProblem
+from fa_autotune.records import AccuracyReport, Candidate, Measurement, Regime, TrialStatus
+from fa_autotune.reference import seeded_inputs
+from fa_autotune.verify import probes, verify, verify_sampled
+
+SOAK_LAUNCHES = 1000
+SOAK_S = 0.25
+
+# After one of these the CUDA context is lost and every later call fails: the worker must be replaced.
+_STICKY_ERRORS = (
+    "illegal memory access",
+    "misaligned address",
+    "unspecified launch failure",
+    "illegal instruction",
+    "device-side assert",
+    "an illegal barrier",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Where a job runs: the device and its index (None: the interpreter, on the CPU), and how long it may measure."""
+
+    device: DeviceSpec
+    device_index: int | None
+    policy: MeasurePolicy
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where tensors live."""
+        return torch.device("cpu") if self.device_index is None else torch.device("cuda", self.device_index)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why a job gave no result. `sticky`: the worker can't be used any more."""
+
+    status: TrialStatus
+    error: str
+    sticky: bool = False
+
+
+def toolchain_job() -> Toolchain:
+    """The versions that compile and run kernels in the worker."""
+    return live_toolchain()
+
+
+def verify_job(bench: Bench, candidate: Candidate) -> AccuracyReport | Failure:
+    """Check a candidate's kernel on the probes round its blocks."""
+    config = candidate.config
+    probe_list = probes(
+        candidate.family, block_m=config.BLOCK_M, block_n=config.BLOCK_N, exact_lengths=config.EXACT_LENGTHS
+    )
+    try:
+        return verify(_loaded(candidate, bench.device), candidate.family, probe_list, bench.torch_device)
+    except Exception as error:
+        return _failure(error)
+
+
+def screen_job(
+    bench: Bench, candidate: Candidate, problem: AttentionProblem, incumbent_ms: float | None
+) -> Measurement | Failure:
+    """Time a verified kernel on a problem."""
+    try:
+        launch = _bound_launch(candidate, problem, bench)
+        regime = regime_for(problem, bench.device)
+        return screen(
+            launch,
+            timer=_timer(regime, bench),
+            regime=regime,
+            policy=bench.policy,
+            incumbent_ms=incumbent_ms,
+            device_index=bench.device_index,
+        )
+    except Exception as error:
+        return _failure(error)
+
+
+def soak_job(bench: Bench, candidate: Candidate, problem: AttentionProblem) -> AccuracyReport | Failure:
+    """Check a finalist at the problem's own size, then launch it many times: the last result must be the first, bit
+    for bit."""
+    try:
+        kernel = _loaded(candidate, bench.device)
+        inputs = _inputs(problem, str(bench.torch_device))
+        report = verify_sampled(kernel, problem, inputs, problem.family.head_dim**-0.5)
+        if not report.passed or bench.device_index is None:
+            return report
+        return _soaked(report, kernel, problem, bench)
+    except Exception as error:
+        return _failure(error)
+
+
+def confirm_job(
+    bench: Bench, candidates: Sequence[Candidate], problem: AttentionProblem
+) -> list[Measurement] | Failure:
+    """Time finalists interleaved; one measurement for each, in their order."""
+    try:
+        regime = regime_for(problem, bench.device)
+        launches = [_bound_launch(candidate, problem, bench) for candidate in candidates]
+        return confirm(
+            launches,
+            timer=_timer(regime, bench),
+            regime=regime,
+            policy=bench.policy,
+            device_index=bench.device_index,
+        )
+    except Exception as error:
+        return _failure(error)
+
+
+def _soaked(
+    report: AccuracyReport, kernel: LoadedKernel, problem: AttentionProblem, bench: Bench
+) -> AccuracyReport | Failure:
+    q, k, v = _inputs(problem, str(bench.torch_device))
+    out, lse = _outputs(problem, q)
+    scale, diagonal = problem.family.head_dim**-0.5, _diagonal(problem)
+    kernel(q, k, v, out, lse, scale, diagonal)
+    expected = out.clone()
+    deadline = time.monotonic() + SOAK_S
+    for count in range(SOAK_LAUNCHES):
+        kernel(q, k, v, out, lse, scale, diagonal)
+        if count % 16 == 15:
+            torch.cuda.synchronize()
+            if time.monotonic() > deadline:
+                break
+    torch.cuda.synchronize()
+    if not torch.equal(out, expected):
+        return Failure(status=TrialStatus.WRONG_RESULT, error="repeated launches changed the result")
+    return report
+
+
+@lru_cache(maxsize=64)
+def _loaded(candidate: Candidate, device: DeviceSpec) -> LoadedKernel:
+    return LoadedKernel(candidate, device)
+
+
+@lru_cache(maxsize=1)
+def _inputs(problem: AttentionProblem, device_name: str) -> tuple[Tensor, Tensor, Tensor]:
+    return seeded_inputs(problem.family, problem.shape, device=torch.device(device_name), seed=0)
+
+
+@lru_cache(maxsize=2)
+def _timer(regime: Regime, bench: Bench) -> Timer:
+    return make_timer(regime, bench.device, bench.device_index)
+
+
+def _outputs(problem: AttentionProblem, q: Tensor) -> tuple[Tensor, Tensor]:
+    out = q.new_empty(*q.shape[:3], problem.family.head_dim_v)
+    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _diagonal(problem: AttentionProblem) -> int | None:
+    return problem.shape.seqlen_k - problem.shape.seqlen_q if problem.family.bounded_right else None
+
+
+def _bound_launch(candidate: Candidate, problem: AttentionProblem, bench: Bench) -> Launch:
+    kernel = _loaded(candidate, bench.device)
+    q, k, v = _inputs(problem, str(bench.torch_device))
+    out, lse = _outputs(problem, q)
+    scale, diagonal = problem.family.head_dim**-0.5, _diagonal(problem)
+
+    def launch() -> None:
+        kernel(q, k, v, out, lse, scale, diagonal)
+
+    return launch
+
+
+def _failure(error: Exception) -> Failure:
+    """A typed failure without the traceback: that would keep the tensors of its frames alive."""
+    text = f"{type(error).__name__}: {error}"[:1000]
+    if isinstance(error, torch.OutOfMemoryError):
+        torch.cuda.empty_cache()
+        return Failure(status=TrialStatus.OUT_OF_MEMORY, error=text)
+    if type(error).__name__ == "OutOfResources":
+        return Failure(status=TrialStatus.OVER_RESOURCES, error=text)
+    if any(phrase in text for phrase in _STICKY_ERRORS):
+        return Failure(status=TrialStatus.CRASHED, error=text, sticky=True)
+    return Failure(status=TrialStatus.LAUNCH_FAILED, error=text)
