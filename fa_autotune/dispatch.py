@@ -228,20 +228,16 @@ class _Search:
         gathered: dict[tuple[AttentionShape, bool, str], list[WinnerRow]] = {}
         for row in rows:
             gathered.setdefault((row.problem.shape, self.same_form(row), row.device_fingerprint), []).append(row)
-        groups: list[tuple[tuple[float, float, float, str], _Group]] = []
+        groups: list[tuple[tuple[float, float, float], _Group]] = []
         for (_, same_form, fingerprint), members in gathered.items():
             # Another compile form moves data differently: as far off as a doubling of the loop.
             distance = shape_distance(self.problem, members[0].problem, self.device.num_sms) + (not same_form)
             if distance <= MAX_DISTANCE:
-                order = (
-                    distance,
-                    _device_gap(self.device, fingerprint),
-                    min(row.median_ms for row in members),
-                    min(row.canonical for row in members),
-                )
+                order = (distance, _device_gap(self.device, fingerprint), min(row.median_ms for row in members))
                 groups.append((order, _Group(rows=tuple(members), distance=distance)))
             else:
                 self.skip(f"{members[0].problem.label} is {distance:.1f} doublings away, the limit is {MAX_DISTANCE:g}")
+        # Sorting is stable and a snapshot's rows have one order, so ties fall alike on every rank; as in `choose`.
         return [group for _, group in sorted(groups, key=lambda pair: pair[0])]
 
     def choose(self, group: _Group, origin: Origin) -> _Choice | None:
@@ -252,11 +248,11 @@ class _Search:
         rung = min(choice.rung for choice in choices)
         level = [choice for choice in choices if choice.rung == rung]
         # Figures of different regimes can't be compared; those of the newest measurement are.
-        regime = max(level, key=lambda c: (c.row.confirmed_at, c.row.canonical)).row.regime
+        regime = max(level, key=lambda choice: choice.row.confirmed_at).row.regime
         own_access = self.problem.family.access
         return min(
-            (c for c in level if c.row.regime is regime),
-            key=lambda c: (c.row.median_ms, c.row.problem.family.access is not own_access, c.row.canonical),
+            (choice for choice in level if choice.row.regime is regime),
+            key=lambda choice: (choice.row.median_ms, choice.row.problem.family.access is not own_access),
         )
 
     def usable(self, row: WinnerRow, origin: Origin) -> _Choice | None:

@@ -13,8 +13,22 @@ import pytest
 
 from fa_autotune import snapshot as snapshot_module
 from fa_autotune.config import PortableFwdConfig, TmaFwdConfig, config_key
-from fa_autotune.device import KNOWN_DEVICES
+from fa_autotune.database import SessionKind, SessionState, TuningDatabase
+from fa_autotune.device import KNOWN_DEVICES, Toolchain
+from fa_autotune.dispatch import Dispatcher
 from fa_autotune.problem import AttentionProblem
+from fa_autotune.records import (
+    AccuracyReport,
+    Candidate,
+    CompileForm,
+    Measurement,
+    Regime,
+    ResourceReport,
+    Role,
+    TrialRecord,
+    TrialStatus,
+    Variant,
+)
 from fa_autotune.schema import APPLICATION_ID, SCHEMA_VERSION
 from fa_autotune.snapshot import Snapshot, Source, load_snapshot
 from fa_autotune.variants import VARIANTS
@@ -279,3 +293,64 @@ def test_every_variant_of_the_registry_can_be_read(pack: Path) -> None:
     specs = VARIANTS
     rows = [{**ROW, "variant": spec.variant.value, "config": config_key(next(spec.configs()))} for spec in specs]
     assert len(read_pack(write_winners(pack, rows)).rows) == len(specs)
+
+
+# --- our own writer ---------------------------------------------------------------------------------------------------
+
+
+def confirmed(path: Path, config: PortableFwdConfig, *, median_ms: float, rank: int = 1) -> None:
+    """Store a finalist as a tuning job does."""
+    record = TrialRecord(
+        candidate=Candidate(family=PROBLEM.family, variant=Variant.PORTABLE, config=config),
+        problem=PROBLEM,
+        status=TrialStatus.OK,
+        form=CompileForm.ALIGNED,
+        kernel_digest="0123456789abcdef",
+        resources=ResourceReport(registers=128, spill_bytes=0, smem_bytes=65536, compile_s=1.0),
+        accuracy=AccuracyReport(max_error=0.0, max_error_ratio=0.5, mean_error_ratio=0.5, lse_error=0.0, probes=3),
+        measurement=Measurement(
+            role=Role.CONFIRM,
+            regime=Regime.EVENTS,
+            launches=100,
+            p20_ms=median_ms,
+            median_ms=median_ms,
+            p80_ms=median_ms,
+            rank=rank,
+        ),
+    )
+    with TuningDatabase(path) as database:
+        session = database.begin_session(kind=SessionKind.CONFIRM, device=H200, toolchain=Toolchain(triton="3.7.1"))
+        database.save_trial(session, record)
+        database.end_session(session, state=SessionState.FINISHED)
+
+
+def test_winners_that_our_database_writes_come_out(pack: Path) -> None:
+    confirmed(pack, CONFIG, median_ms=2.0)
+    found = load_snapshot(pack, [])
+    assert found.notes == ()
+    (row,) = found.rows
+    assert (row.problem, row.candidate.config, row.median_ms) == (PROBLEM, CONFIG, 2.0)
+    assert (row.device_fingerprint, row.triton, row.regime) == (H200.fingerprint, "3.7.1", Regime.EVENTS)
+
+
+def test_only_rank_one_comes_out_of_our_database(pack: Path) -> None:
+    confirmed(pack, CONFIG, median_ms=2.0)
+    confirmed(pack, replace(CONFIG, num_stages=2), median_ms=1.0, rank=2)
+    assert [row.candidate.config for row in load_snapshot(pack, []).rows] == [CONFIG]
+
+
+def test_pack_that_our_database_exports_reads_as_it_was(pack: Path, tmp_path: Path) -> None:
+    confirmed(pack, CONFIG, median_ms=2.0)
+    with TuningDatabase(pack) as database:
+        database.export(tmp_path / "exported.db")
+    assert read_pack(tmp_path / "exported.db").content_hash == read_pack(pack).content_hash
+
+
+def test_misses_of_a_dispatcher_end_in_the_users_database(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FA_AUTOTUNE_DB", str(pack))
+    counting = Dispatcher(device=H200, triton_version="3.7.1", load=lambda: Snapshot(rows=()), digest_of=None)
+    counting.decide(PROBLEM)
+    counting.decide(PROBLEM)
+    counting.flush_misses()
+    with TuningDatabase(pack) as database:
+        assert [(miss.problem, miss.count) for miss in database.misses()] == [(PROBLEM, 2)]
