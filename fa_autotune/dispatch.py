@@ -295,7 +295,7 @@ class _Search:
         if choice.remark:
             lines.append(choice.remark)
         if choice.stale_because:
-            lines.append(f"stale: {choice.stale_because}; `fa-autotune db recheck` measures it again")
+            lines.append(f"stale: {choice.stale_because}; `fa-autotune tune` on that problem measures it again")
         return Decision(
             problem=self.problem,
             candidate=choice.candidate,
