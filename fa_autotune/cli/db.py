@@ -1,0 +1,402 @@
+"""`fa-autotune db`: look into the tuning database, and exchange packs. Needs neither torch nor a GPU."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from fa_autotune.config import config_label
+from fa_autotune.errors import DatabaseError
+from fa_autotune.paths import database_path, packs_dir
+from fa_autotune.problem import AttentionProblem
+from fa_autotune.records import TrialStatus, Variant
+
+if TYPE_CHECKING:
+    from fa_autotune.database import ImportSummary, StoredTrial, TuningDatabase, Winner
+    from fa_autotune.device import DeviceSpec
+
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+_PIPED_WIDTH = 200  # columns of a table that no terminal shows
+
+_db_option = click.option(
+    "--db", "path", type=click.Path(path_type=Path), help="The database. [default: FA_AUTOTUNE_DB, or the user's own]"
+)
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+_device_option = click.option(
+    "--device", "device_name", help="Only this device: its fingerprint, or a part of its name."
+)
+_problem_option = click.option(
+    "--problem", "problem_text", help="Only this problem: such as 4x32x8x4096x4096x128,causal, or its key."
+)
+_variant_option = click.option(
+    "--variant", type=click.Choice([variant.value for variant in Variant]), help="Only this variant."
+)
+
+
+def _options(*options: Callable[[CommandT], CommandT]) -> Callable[[CommandT], CommandT]:
+    """Several options as one decorator, shown in the order given."""
+
+    def decorate(command: CommandT) -> CommandT:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+@click.group("db")
+def db_group() -> None:
+    """Inspect, exchange and clean the tuning database."""
+
+
+@db_group.command("info")
+@_options(_db_option, _json_option)
+def info_command(*, path: Path | None, as_json: bool) -> None:
+    """Say what the database holds: rows, devices, toolchains, the last session."""
+    with closing(_open(path)) as database:
+        info = database.info()
+    if as_json:
+        _print_json(info)
+        return
+    click.echo(f"{info.path}  (schema {info.schema_version}, {info.size_bytes / 1024:.0f} KB)")
+    click.echo("rows: " + ", ".join(f"{count} {table}" for table, count in info.counts.items()))
+    for device in info.devices:
+        click.echo(f"device: {device.name}  {device.fingerprint}")
+    for chain in info.toolchains:
+        click.echo(f"toolchain: triton {chain.triton}, cuda {chain.cuda or '–'}, driver {chain.driver or '–'}")
+    if last := info.last_session:
+        started = f"{last.started_at:%Y-%m-%d %H:%M} UTC"
+        click.echo(f"last session: {last.kind}, {last.state}, started {started} on {last.device_fingerprint}")
+
+
+@db_group.command("path")
+@_options(_json_option)
+def path_command(*, as_json: bool) -> None:
+    """Print where the user's database is, or would be."""
+    if as_json:
+        _print_json({"path": database_path(), "exists": database_path().exists()})
+        return
+    click.echo(database_path())
+
+
+@db_group.command("winners")
+@click.option("--packs", is_flag=True, help="Show the shipped packs' winners too.")
+@_options(_device_option, _problem_option, _variant_option, _db_option, _json_option)
+def winners_command(
+    *,
+    packs: bool,
+    device_name: str | None,
+    problem_text: str | None,
+    variant: str | None,
+    path: Path | None,
+    as_json: bool,
+) -> None:
+    """Show the best confirmed config of each device, problem and variant."""
+    problem, wanted = _problem(problem_text), _variant(variant)
+    found: list[tuple[str, Winner]] = []
+    for source in _sources(path, with_packs=packs):
+        with closing(_open(source)) as database:
+            for device in _devices(database, device_name, required=not packs):
+                winners = database.winners(device=device, problem=problem, variant=wanted)
+                found += [(source.name, winner) for winner in winners]
+    if as_json:
+        _print_json({"winners": [{"source": source, **_plain(winner)} for source, winner in found]})
+        return
+    columns = ["device", "problem", "variant", "config", "ms", "TFLOP/s", "registers", "spills B", "smem B", "error"]
+    _print_table([*columns, "triton", "confirmed", "from"], [_winner_cells(source, winner) for source, winner in found])
+
+
+@db_group.command("trials")
+@click.option(
+    "--status",
+    "statuses",
+    multiple=True,
+    type=click.Choice([status.value for status in TrialStatus]),
+    help="Only these statuses.",
+)
+@click.option("--summary", is_flag=True, help="Count the trials that failed, by status and constraint.")
+@click.option("--limit", default=50, show_default=True, type=click.IntRange(1), help="The newest N in the table.")
+@_options(_device_option, _problem_option, _variant_option, _db_option, _json_option)
+def trials_command(
+    *,
+    statuses: Sequence[str],
+    summary: bool,
+    limit: int,
+    device_name: str | None,
+    problem_text: str | None,
+    variant: str | None,
+    path: Path | None,
+    as_json: bool,
+) -> None:
+    """Show trials in the order in which they ended, or count how they failed."""
+    problem, wanted = _problem(problem_text), _variant(variant)
+    only = {TrialStatus(status) for status in statuses} or None
+    with closing(_open(path)) as database:
+        (device,) = _devices(database, device_name, required=True)
+        if summary:
+            counts = database.rejections(device=device, problem=problem, variant=wanted)
+            _print_rejections([row for row in counts if only is None or row.status in only], as_json=as_json)
+            return
+        trials = database.trials(device=device, problem=problem, variant=wanted, statuses=only)
+    if as_json:
+        _print_json({"trials": trials})
+        return
+    columns = ["trial", "ended", "device", "problem", "variant", "config", "status", "ms", "why"]
+    _print_table(columns, [_trial_cells(trial) for trial in trials[-limit:]])
+    if len(trials) > limit:
+        click.echo(f"{len(trials) - limit} earlier trials are not shown; see them with --limit {len(trials)}")
+
+
+@db_group.command("top")
+@click.option("--problem", "problem_text", required=True, help="Such as 4x32x8x4096x4096x128,causal, or its key.")
+@click.option("--limit", default=10, show_default=True, type=click.IntRange(1), help="How many configs.")
+@_options(_device_option, _db_option, _json_option)
+def top_command(*, problem_text: str, limit: int, device_name: str | None, path: Path | None, as_json: bool) -> None:
+    """Show a problem's fastest configs with what their kernels need."""
+    problem = AttentionProblem.parse(problem_text)
+    with closing(_open(path)) as database:
+        (device,) = _devices(database, device_name, required=True)
+        entries = database.leaderboard(problem, device=device, limit=limit)
+    if as_json:
+        _print_json({"top": entries})
+        return
+    columns = ["#", "device", "variant", "config", "ms", "TFLOP/s", "registers", "spills B", "smem B", "compile s"]
+    rows = [
+        [
+            entry.position,
+            entry.device_fingerprint,
+            entry.candidate.variant.value,
+            config_label(entry.candidate.config),
+            *_times(entry.problem, entry.median_ms),
+            *_resources(entry),
+            "–" if entry.compile_s is None else f"{entry.compile_s:.1f}",
+            _shown(entry.max_error_ratio, ".2f"),
+            f"{entry.role}, {entry.regime}{', stopped early' if entry.early_stopped else ''}",
+        ]
+        for entry in entries
+    ]
+    _print_table([*columns, "error", "measured"], rows)
+
+
+@db_group.command("misses")
+@click.option("--clear", is_flag=True, help="Forget them once they are shown.")
+@_options(_device_option, _db_option, _json_option)
+def misses_command(*, clear: bool, device_name: str | None, path: Path | None, as_json: bool) -> None:
+    """Show the problems that were dispatched without a winner of their own."""
+    with closing(_open(path, writable=clear)) as database:
+        (device,) = _devices(database, device_name, required=True)
+        misses = database.misses(device=device)
+        if clear:
+            database.clear_misses(device=device)
+    if as_json:
+        _print_json({"misses": misses})
+        return
+    rows = [
+        [miss.count, miss.problem.label, miss.device_fingerprint, f"{miss.last_seen:%Y-%m-%d %H:%M}"] for miss in misses
+    ]
+    _print_table(["count", "problem", "device", "last seen, UTC"], rows)
+
+
+@db_group.command("export")
+@click.argument("target", type=click.Path(path_type=Path), required=False)
+@click.option("--all", "everything", is_flag=True, help="Every trial, not only the winners and their finalists.")
+@click.option("--text", is_flag=True, help="Write sorted JSON text, for reviews in a diff, instead of a pack.")
+@_options(_device_option, _db_option, _json_option)
+def export_command(
+    *, target: Path | None, everything: bool, text: bool, device_name: str | None, path: Path | None, as_json: bool
+) -> None:
+    """Write a read-only pack to TARGET, or JSON text to TARGET or the screen."""
+    if target is None and not text:
+        raise click.UsageError("name the pack to write, such as my_gpu.db, or ask for --text")
+    with closing(_open(path)) as database:
+        (device,) = _devices(database, device_name, required=True)
+        if text:
+            written = database.export_json(device=device, winners_only=not everything)
+            if target is None:
+                click.echo(written, nl=False)
+                return
+            target.write_text(written, encoding="utf-8")
+            count = len(next(rows for name, rows in json.loads(written).items() if name != "schema"))
+        else:
+            assert target is not None
+            count = database.export(target, device=device, winners_only=not everything)
+    if as_json:
+        _print_json({"path": target, "trials": count})
+        return
+    click.echo(f"wrote {target}: {count} trials")
+
+
+@db_group.command("import")
+@click.argument("sources", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="PACK...")
+@_options(_db_option, _json_option)
+def import_command(*, sources: Sequence[Path], path: Path | None, as_json: bool) -> None:
+    """Add packs to the database. Importing again changes nothing; a pack with a bad row is refused whole."""
+    _import(path or database_path(), sources, as_json=as_json)
+
+
+@db_group.command("merge")
+@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("sources", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="SOURCE...")
+@_options(_json_option)
+def merge_command(*, target: Path, sources: Sequence[Path], as_json: bool) -> None:
+    """Add the trials of all SOURCEs to the database TARGET, which is created if need be."""
+    _import(target, sources, as_json=as_json)
+
+
+def _import(path: Path, sources: Sequence[Path], *, as_json: bool) -> None:
+    summaries: list[tuple[Path, ImportSummary]] = []
+    with closing(_open(path, writable=True)) as database:
+        for source in sources:
+            summaries.append((source, database.import_pack(source)))
+            if not as_json:
+                click.echo(f"{source}: {_summary(summaries[-1][1])}")
+    if as_json:
+        _print_json({"path": path, "imports": [{"source": source, **_plain(found)} for source, found in summaries]})
+
+
+def _summary(found: "ImportSummary") -> str:
+    added = {name: count for name, count in _plain(found).items() if count}
+    return ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in added.items()) or "nothing new"
+
+
+# --- what to read -----------------------------------------------------------------------------------------------------
+
+
+def _open(path: Path | None, *, writable: bool = False) -> "TuningDatabase":
+    from fa_autotune.database import TuningDatabase
+
+    return TuningDatabase(path or database_path(), read_only=not writable)
+
+
+def _sources(path: Path | None, *, with_packs: bool) -> list[Path]:
+    own = path or database_path()
+    packs = sorted(packs_dir().glob("*.db")) if with_packs else []
+    return [own, *packs] if path or own.exists() or not packs else packs
+
+
+def _devices(database: "TuningDatabase", name: str | None, *, required: bool) -> "list[DeviceSpec | None]":
+    """The database's devices that a name means: [None], for all, without a name; an error for none or several."""
+    if name is None:
+        return [None]
+    devices = database.info().devices
+    wanted = _folded(name)
+    found = [spec for spec in devices if spec.fingerprint == name] or [
+        spec for spec in devices if wanted in _folded(spec.name)
+    ]
+    if len(found) > 1 or (required and not found):
+        known = "; ".join(f"{spec.name} {spec.fingerprint}" for spec in devices) or "none yet"
+        what = "means several devices" if found else "is no device"
+        raise DatabaseError(f"--device {name} {what} of {database.path}; it has: {known}")
+    return [*found]
+
+
+def _folded(name: str) -> str:
+    return "".join(char for char in name.lower() if char.isalnum())
+
+
+def _problem(text: str | None) -> AttentionProblem | None:
+    return None if text is None else AttentionProblem.parse(text)
+
+
+def _variant(name: str | None) -> Variant | None:
+    return None if name is None else Variant(name)
+
+
+# --- how to show it ---------------------------------------------------------------------------------------------------
+
+
+def _winner_cells(source: str, winner: "Winner") -> list[object]:
+    return [
+        winner.device_name,
+        winner.problem.label,
+        winner.candidate.variant.value,
+        config_label(winner.candidate.config),
+        *_times(winner.problem, winner.median_ms),
+        *_resources(winner),
+        _shown(winner.max_error_ratio, ".2f"),
+        winner.toolchain.triton,
+        f"{winner.confirmed_at:%Y-%m-%d}",
+        source,
+    ]
+
+
+def _trial_cells(trial: "StoredTrial") -> list[object]:
+    record = trial.record
+    why = ": ".join(text for text in (record.constraint, record.error) if text)
+    return [
+        trial.trial_id,
+        f"{trial.ended_at:%Y-%m-%d %H:%M:%S}",
+        trial.device.name,
+        record.problem.label,
+        record.candidate.variant.value,
+        config_label(record.candidate.config),
+        record.status.value,
+        "–" if record.measurement is None else f"{record.measurement.median_ms:.4f}",
+        " ".join(why.split())[:120],
+    ]
+
+
+def _print_rejections(counts: Sequence[Any], *, as_json: bool) -> None:
+    if as_json:
+        _print_json({"rejections": counts})
+        return
+    columns = ["trials", "device", "problem", "variant", "status", "constraint"]
+    rows: list[list[object]] = [
+        [
+            row.trials,
+            row.device_fingerprint,
+            row.problem.label,
+            row.variant.value,
+            row.status.value,
+            row.constraint or "–",
+        ]
+        for row in counts
+    ]
+    _print_table(columns, rows)
+
+
+def _times(problem: AttentionProblem, median_ms: float) -> list[object]:
+    return [f"{median_ms:.4f}", f"{problem.flops / median_ms * 1e-9:.1f}"]
+
+
+def _resources(entry: Any) -> list[object]:
+    return [_shown(getattr(entry, name)) for name in ("registers", "spill_bytes", "smem_bytes")]
+
+
+def _shown(value: float | None, style: str = "") -> str:
+    return "–" if value is None else format(value, style)
+
+
+def _plain(value: object) -> dict[str, Any]:
+    from fa_autotune.database import to_json
+
+    plain = to_json(value)
+    assert isinstance(plain, dict)
+    return plain
+
+
+def _print_json(value: object) -> None:
+    from fa_autotune.database import to_json
+
+    click.echo(json.dumps(to_json(value), indent=2))
+
+
+def _print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PIPED_WIDTH)
+    table = Table(*columns, box=box.SIMPLE_HEAD)
+    for row in rows:  # as Text: what a database holds is never read as markup
+        table.add_row(*(Text(str(cell)) for cell in row))
+    if table.row_count:
+        console.print(table)
+    else:
+        click.echo("none")

@@ -1,0 +1,289 @@
+"""Putting dataclasses into rows, and rows into a database.
+
+The `put_` functions work inside the caller's transaction; they find a row by what identifies it, or add it.
+"""
+
+import json
+import math
+import sqlite3
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fa_autotune.config import config_key
+from fa_autotune.database.entries import (
+    CompileStatus,
+    KernelRow,
+    MeasurementRow,
+    SessionRow,
+    SessionState,
+    TrialRow,
+)
+from fa_autotune.database.rows import (
+    COLUMNS,
+    MAX_ERROR,
+    MAX_NAME,
+    MAX_NOTES,
+    Row,
+    clean_text,
+    kernel_from,
+    measurement_from,
+    trial_from,
+)
+from fa_autotune.device import DeviceSpec, Toolchain
+from fa_autotune.errors import DatabaseError, InvalidPackError
+from fa_autotune.problem import AttentionProblem, canonical_json
+from fa_autotune.records import Candidate, TrialRecord, TrialStatus
+
+Values = dict[str, str | int | float | None]
+
+
+def device_values(device: DeviceSpec) -> Values:
+    """The columns of `devices`; the power limit is a session's."""
+    names = (name for name in COLUMNS["devices"] if name not in ("id", "name"))
+    return {"name": clean_text(device.name, MAX_NAME), **{name: getattr(device, name) for name in names}}
+
+
+def toolchain_values(toolchain: Toolchain) -> Values:
+    """The columns of `toolchains`; the torch version is a session's."""
+    identity: Values = {"triton": toolchain.triton, "cuda": toolchain.cuda, "driver": toolchain.driver}
+    return {"key": canonical_json(identity), **identity}
+
+
+def problem_values(problem: AttentionProblem) -> Values:
+    """The columns of `problems`: the key, and its fields for people and queries."""
+    family = problem.family.as_json()
+    return {"key": problem.key, "kernel_pass": family.pop("pass"), **family, **problem.shape.as_json()}
+
+
+def kernel_of(record: TrialRecord, arch: str) -> KernelRow:
+    """The kernel that a record is about."""
+    compiled = (TrialStatus.OK, TrialStatus.WRONG_RESULT, TrialStatus.OVER_RESOURCES, TrialStatus.LAUNCH_FAILED)
+    if record.status is TrialStatus.COMPILE_FAILED:
+        status = CompileStatus.FAILED
+    elif record.resources is not None or record.status in compiled:
+        status = CompileStatus.COMPILED
+    else:
+        status = CompileStatus.NOT_COMPILED
+    return KernelRow(
+        candidate=record.candidate,
+        arch=arch,
+        form=record.form,
+        digest=record.kernel_digest,
+        compile_status=status,
+        resources=record.resources,
+    )
+
+
+def kernel_identity(kernel: KernelRow) -> Values:
+    """What tells a kernel from others, beside its toolchain."""
+    return {
+        "family": kernel.candidate.family.key,
+        "variant": kernel.candidate.variant.value,
+        "config": config_key(kernel.candidate.config),
+        "arch": kernel.arch,
+        "form": kernel.form.value,
+        "digest": kernel.digest,
+    }
+
+
+def kernel_outcome(kernel: KernelRow) -> Values:
+    """What the compiler said, in the columns of `kernels`."""
+    found = kernel.resources
+    names = ("registers", "spill_bytes", "smem_bytes", "compile_s")
+    return {
+        "compile_status": kernel.compile_status.value,
+        **{name: getattr(found, name, None) for name in names},
+        "compile_warnings": None if found is None else _notes_text(found.warnings),
+    }
+
+
+def trial_of(record: TrialRecord, ended_at: str) -> TrialRow:
+    """The trial that a record is."""
+    return TrialRow(
+        status=record.status,
+        constraint=record.constraint,
+        error=record.error,
+        accuracy=record.accuracy,
+        duration_s=record.duration_s,
+        ended_at=ended_at,
+    )
+
+
+def trial_values(trial: TrialRow) -> Values:
+    """The columns of `trials` that say how it ended. A figure that is not finite becomes NULL."""
+    accuracy = trial.accuracy
+    values: Values = {
+        "status": trial.status.value,
+        "constraint_name": trial.constraint and clean_text(trial.constraint, MAX_NAME),
+        "error": None if trial.error is None else clean_text(trial.error, MAX_ERROR),
+        "duration_s": float(trial.duration_s),
+        "ended_at": trial.ended_at,
+        "probes": None if accuracy is None else accuracy.probes,
+        "accuracy_failures": None if accuracy is None else _notes_text(accuracy.failures),
+    }
+    for name in ("max_error", "max_error_ratio", "mean_error_ratio", "lse_error"):
+        value = getattr(accuracy, name, None)
+        values[name] = value if value is not None and math.isfinite(value) else None
+    return values
+
+
+def measurement_values(row: MeasurementRow) -> Values:
+    """The columns of `measurements`."""
+    names = (name for name in COLUMNS["measurements"] if name not in ("id", "trial_id", "session_id", "measured_at"))
+    values: Values = {name: getattr(row.measurement, name) for name in names}
+    times = {name: float(getattr(row.measurement, name)) for name in ("p20_ms", "median_ms", "p80_ms")}
+    return {**values, **times, "early_stopped": int(row.measurement.early_stopped), "measured_at": row.measured_at}
+
+
+def session_values(session: SessionRow) -> Values:
+    """The columns of `sessions` that hold in any database."""
+    names = ("uid", "kind", "state", "torch", "power_limit_w", "arguments", "started_at", "ended_at")
+    return {name: getattr(session, name) for name in names}
+
+
+def _flattened(candidate: Candidate) -> Values:
+    """What the keys say already, once more in columns, for people and queries."""
+    config = candidate.config
+    knobs = {
+        name.lower(): getattr(config, name) for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "maxnreg")
+    }
+    return {"kernel_pass": candidate.family.kernel_pass.value, **knobs}
+
+
+def record_rows(
+    kernel: KernelRow, trial: TrialRow, measured: MeasurementRow | None
+) -> Iterator[tuple[Callable[[Row], object], Row]]:
+    """What a record writes, with the parsers that must be able to read it."""
+    yield kernel_from, {**kernel_identity(kernel), **kernel_outcome(kernel)}
+    yield trial_from, trial_values(trial)
+    if measured:
+        yield measurement_from, measurement_values(measured)
+
+
+def require_readable(parse: Callable[[Row], object], row: Row) -> None:
+    """Refuse to write a row that its parser would refuse to read."""
+    try:
+        parse({**row, "id": "to be written"})
+    except InvalidPackError as error:
+        raise DatabaseError(f"{error}; nothing was saved, correct the record") from None
+
+
+def _notes_text(notes: tuple[str, ...]) -> str:
+    return json.dumps([clean_text(note, MAX_NAME) for note in notes[:MAX_NOTES]])
+
+
+def put_device(connection: sqlite3.Connection, device: DeviceSpec) -> int:
+    """Find or add a device by its fingerprint; the name that came first stays."""
+    return _find_or_add(connection, "devices", {"fingerprint": device.fingerprint}, device_values(device))
+
+
+def put_toolchain(connection: sqlite3.Connection, toolchain: Toolchain) -> int:
+    """Find or add a toolchain, whatever its torch."""
+    values = toolchain_values(toolchain)
+    return _find_or_add(connection, "toolchains", {"key": values["key"]}, values)
+
+
+def put_problem(connection: sqlite3.Connection, problem: AttentionProblem) -> int:
+    """Find or add a problem by its key."""
+    return _find_or_add(connection, "problems", {"key": problem.key}, problem_values(problem))
+
+
+def put_session(connection: sqlite3.Connection, session: SessionRow, *, device_id: int, toolchain_id: int) -> int:
+    """Find or add another database's session by its uid. Its process is none of ours, so it is not running here."""
+    values = session_values(session)
+    if session.state is SessionState.RUNNING:
+        values["state"] = SessionState.INTERRUPTED.value
+    parents: Values = {"device_id": device_id, "toolchain_id": toolchain_id}
+    session_id = _find_or_add(connection, "sessions", {"uid": session.uid}, {**values, **parents})
+    if values["ended_at"] is not None:  # it may have ended since it was last brought here
+        ended: Values = {"state": values["state"], "ended_at": values["ended_at"]}
+        update(connection, "sessions", session_id, ended, unless="ended_at IS NOT NULL")
+    return session_id
+
+
+def put_kernel(connection: sqlite3.Connection, kernel: KernelRow, *, toolchain_id: int, overwrite: bool) -> int:
+    """Find or add a kernel. What the compiler said is written over only if asked, and never by one that did not run."""
+    identity: Values = {**kernel_identity(kernel), "toolchain_id": toolchain_id}
+    outcome = kernel_outcome(kernel)
+    values = {**identity, **outcome, **_flattened(kernel.candidate)}
+    kernel_id = _find_or_add(connection, "kernels", identity, values)
+    if kernel.resources is not None:
+        update(connection, "kernels", kernel_id, outcome, unless="0" if overwrite else "spill_bytes IS NOT NULL")
+    elif outcome["compile_status"] != "not_compiled":
+        status: Values = {"compile_status": outcome["compile_status"]}
+        update(
+            connection, "kernels", kernel_id, status, unless="0" if overwrite else "compile_status <> 'not_compiled'"
+        )
+    return kernel_id
+
+
+def put_trial(connection: sqlite3.Connection, trial: TrialRow, *, keys: Values, overwrite: bool) -> tuple[int, bool]:
+    """Find or add a trial by its kernel, problem and device (`keys`, with its session); true if it was changed.
+
+    A later trial replaces an earlier one; `overwrite` does so whatever the clocks say.
+    """
+    identity = {name: keys[name] for name in ("kernel_id", "problem_id", "device_id")}
+    values = {**keys, **trial_values(trial)}
+    row = _find(connection, "trials", identity, also="ended_at")
+    if row is None:
+        return add(connection, "trials", values), True
+    is_newer = overwrite or trial.ended_at > row["ended_at"]
+    if is_newer:
+        update(connection, "trials", row["id"], values)
+    return int(row["id"]), is_newer
+
+
+def put_measurement(
+    connection: sqlite3.Connection, row: MeasurementRow, *, trial_id: int, session_id: int, overwrite: bool
+) -> bool:
+    """Add a measurement, or replace the one of the same trial, session and role by a later one; true if it changed."""
+    identity: Values = {"trial_id": trial_id, "session_id": session_id, "role": row.measurement.role.value}
+    values = {**identity, **measurement_values(row)}
+    found = _find(connection, "measurements", identity, also="measured_at")
+    if found is None:
+        add(connection, "measurements", values)
+    elif overwrite or row.measured_at > found["measured_at"]:
+        update(connection, "measurements", found["id"], values)
+    else:
+        return False
+    return True
+
+
+def drop_rejection(connection: sqlite3.Connection, keys: Values) -> None:
+    """Forget that a candidate was rejected before it was rendered, once it is rendered and tried."""
+    connection.execute(
+        """DELETE FROM trials
+           WHERE status = 'rejected' AND problem_id = :problem_id AND device_id = :device_id AND kernel_id IN (
+               SELECT unrendered.id FROM kernels AS unrendered JOIN kernels AS tried
+               USING (config, family, variant, arch, form, toolchain_id)
+               WHERE tried.id = :kernel_id AND tried.digest IS NOT NULL AND unrendered.digest IS NULL)""",
+        keys,
+    )
+
+
+def update(connection: sqlite3.Connection, table: str, row_id: int, values: Values, unless: str = "0") -> None:
+    """Write values over a row's, unless a condition on the row holds."""
+    assignments = ", ".join(f"{name} = :{name}" for name in values)
+    statement = f"UPDATE {table} SET {assignments} WHERE id = :row_id AND NOT ({unless})"
+    connection.execute(statement, {**values, "row_id": row_id})
+
+
+def _find_or_add(connection: sqlite3.Connection, table: str, identity: Values, values: Values) -> int:
+    row = _find(connection, table, identity, also="id")
+    return add(connection, table, values) if row is None else int(row["id"])
+
+
+def _find(connection: sqlite3.Connection, table: str, identity: Values, *, also: str) -> Any:
+    # `ifnull(digest, '')` is what the kernels' unique index holds: no digest equals no digest.
+    terms = (
+        f"ifnull({name}, '') = ifnull(:{name}, '')" if name == "digest" else f"{name} = :{name}" for name in identity
+    )
+    return connection.execute(f"SELECT id, {also} FROM {table} WHERE {' AND '.join(terms)}", identity).fetchone()
+
+
+def add(connection: sqlite3.Connection, table: str, values: Values) -> int:
+    """Insert a row and return its id."""
+    names = ", ".join(values)
+    marks = ", ".join(f":{name}" for name in values)
+    cursor = connection.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", values)
+    return int(cursor.lastrowid or 0)
