@@ -133,11 +133,16 @@ def _is_folder_trouble(error: sqlite3.OperationalError) -> bool:
 
 def _is_current(connection: sqlite3.Connection, where: str) -> bool:
     """False for an empty file or an older schema of ours; an error for anything that we must not touch."""
-    application_id = connection.execute("PRAGMA application_id").fetchone()[0]
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    connection.execute("BEGIN")  # the three are of one moment, though another process may be creating the file
+    try:
+        application_id, version, objects = (
+            connection.execute(statement).fetchone()[0]
+            for statement in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
+        )
+    finally:
+        connection.rollback()
     if application_id != APPLICATION_ID:
-        tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-        if application_id or version or tables:
+        if application_id or version or objects:
             raise DatabaseError(
                 f"{where} is an SQLite file, but not a tuning database (application_id {application_id:#x}, ours is "
                 f"{APPLICATION_ID:#x}); name another file with --db FILE"
