@@ -1,0 +1,431 @@
+"""The job: hands candidates to an Evaluator, keeps every record, shares the time and confirms the best."""
+
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+
+from fa_autotune.config import KernelConfig
+from fa_autotune.database import SessionKind, SessionState, StoredTrial, TuningDatabase
+from fa_autotune.database.entries import JSON
+from fa_autotune.device import DeviceSpec, Toolchain
+from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
+from fa_autotune.problem import AttentionFamily, AttentionProblem, AttentionShape
+from fa_autotune.records import Candidate, Evaluator, TrialRecord, TrialStatus, Variant
+from fa_autotune.render import render
+from fa_autotune.tuner.events import (
+    ConfirmedWinner,
+    ConfirmStarted,
+    JobFinished,
+    ProblemFinished,
+    ProblemResult,
+    ProblemStarted,
+    TrialEnded,
+    TuneBudget,
+    TuneEvent,
+    TuneSummary,
+)
+from fa_autotune.tuner.study import Batch, ProblemSearch, VariantSearch, quiet_optuna
+from fa_autotune.variants import VARIANTS, VariantSpec, compile_form, default_config, seed_configs, supported_variants
+
+SEARCH_TIME_SHARE = 0.85  # of a time budget; the rest is for confirming
+BATCH_SIZE = 16
+MAX_NEIGHBOR_WINNERS = 4
+MAX_FATAL_IN_A_ROW = 20
+_FATAL = (TrialStatus.CRASHED, TrialStatus.LAUNCH_FAILED)
+
+
+def kernel_digest(candidate: Candidate) -> str:
+    """The digest of the kernel that today's templates give."""
+    return render(candidate).digest
+
+
+def tune(
+    problems: Sequence[AttentionProblem],
+    *,
+    evaluator: Evaluator,
+    database: TuningDatabase,
+    device: DeviceSpec,
+    toolchain: Toolchain,
+    budget: TuneBudget | None = None,
+    variants: Collection[Variant] | None = None,
+    resume: bool = False,
+    seed: int = 0,
+    batch_size: int = BATCH_SIZE,
+    on_event: Callable[[TuneEvent], None] = lambda event: None,
+    digest: Callable[[Candidate], str] = kernel_digest,
+    clock: Callable[[], float] = time.monotonic,
+) -> TuneSummary:
+    """Search winners for problems on a device; every record is in the database before the next is asked for.
+
+    Trials already known (same device, Triton and kernel text) inform the search and are never measured again; with
+    `resume` they also count against the budget, and problems that are done are skipped. `variants` restricts the
+    search. On KeyboardInterrupt the session is marked interrupted and what was measured stays. `digest` and `clock`
+    are for tests.
+    """
+    distinct = list(dict.fromkeys(problems))
+    if not distinct:
+        raise InvalidProblemError("there is no problem to tune; name at least one")
+    budget = budget or TuneBudget()
+    arguments: dict[str, JSON] = {
+        "problems": [problem.key for problem in distinct],
+        "trials": budget.trials,
+        "time_s": budget.time_s,
+        "finalists": budget.finalists,
+        "variants": None if variants is None else [variant.value for variant in sorted(variants)],
+        "resume": resume,
+        "seed": seed,
+    }
+    job = _Job(
+        evaluator=evaluator,
+        database=database,
+        device=device,
+        toolchain=toolchain,
+        budget=budget,
+        resume=resume,
+        seed=seed,
+        batch_size=batch_size,
+        on_event=on_event,
+        digest=digest,
+        clock=clock,
+        total=len(distinct),
+    )
+    if not any(job.specs(problem.family, variants) for problem in distinct):
+        raise UnsupportedError(_nothing_serves(distinct[0], variants, device, toolchain))
+    with _session(job, SessionKind.TUNE, arguments) as job.session_id, quiet_optuna():
+        summary = job.run(distinct, variants)
+    on_event(JobFinished(summary=summary))
+    return summary
+
+
+def _nothing_serves(
+    problem: AttentionProblem, variants: Collection[Variant] | None, device: DeviceSpec, toolchain: Toolchain
+) -> str:
+    reasons = [
+        f"{spec.variant}: {spec.supports(problem.family, device.arch, triton_release(toolchain)) or 'not asked for'}"
+        for spec in VARIANTS
+        if spec.kernel_pass is problem.family.kernel_pass
+    ]
+    return f"no variant can be tuned for {problem.family.label} on {device.name} ({'; '.join(reasons)})"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    evaluator: Evaluator
+    database: TuningDatabase
+    device: DeviceSpec
+    toolchain: Toolchain
+    budget: TuneBudget
+    resume: bool
+    seed: int
+    batch_size: int
+    on_event: Callable[[TuneEvent], None]
+    digest: Callable[[Candidate], str]
+    clock: Callable[[], float]
+    total: int
+    session_id: int = 0
+    finished: int = 0
+    fatal_in_a_row: int = 0
+    any_ok: bool = False
+
+    def run(self, problems: Sequence[AttentionProblem], variants: Collection[Variant] | None) -> TuneSummary:
+        """Search family by family; the problems of one are interleaved."""
+        start = self.clock()
+        deadline = math.inf if self.budget.time_s is None else start + self.budget.time_s
+        families: dict[AttentionFamily, list[AttentionProblem]] = {}
+        for problem in problems:
+            families.setdefault(problem.family, []).append(problem)
+        results: dict[AttentionProblem, ProblemResult] = {}
+        for family, members in families.items():
+            specs = self.specs(family, variants)
+            now, left = self.clock(), len(problems) - len(results)
+            search_until = now + SEARCH_TIME_SHARE * (deadline - now) * len(members) / left
+            for result in self._run_family(members, specs, search_until):
+                results[result.problem] = result
+        return TuneSummary(
+            session_id=self.session_id,
+            device=self.device,
+            toolchain=self.toolchain,
+            results=tuple(results[problem] for problem in problems),
+            elapsed_s=self.clock() - start,
+        )
+
+    def specs(self, family: AttentionFamily, variants: Collection[Variant] | None) -> list[VariantSpec]:
+        specs = supported_variants(family, self.device.arch, triton_release(self.toolchain))
+        return [spec for spec in specs if variants is None or spec.variant in variants]
+
+    def _run_family(
+        self, problems: Sequence[AttentionProblem], specs: Sequence[VariantSpec], search_until: float
+    ) -> Iterator[ProblemResult]:
+        searches: list[ProblemSearch] = []
+        for problem in problems:
+            search, done = self._open(problem, specs)
+            if not specs or done:
+                note = "already tuned" if done else "no variant serves it on this device"
+                yield self._finish(ProblemResult(problem=problem, winners=done, note=note))
+                continue
+            searches.append(search)
+            self.on_event(
+                ProblemStarted(
+                    problem=problem,
+                    number=self.finished + len(searches),
+                    total=self.total,
+                    known=search.known,
+                    trials=search.remaining,
+                )
+            )
+        self._search(searches, search_until)
+        for search in searches:
+            yield self._finish(self._confirm(search))
+
+    def _finish(self, result: ProblemResult) -> ProblemResult:
+        self.finished += 1
+        self.on_event(ProblemFinished(result=result))
+        return result
+
+    # --- what is known before ---
+
+    def _open(
+        self, problem: AttentionProblem, specs: Sequence[VariantSpec]
+    ) -> tuple[ProblemSearch, tuple[ConfirmedWinner, ...]]:
+        """A search that knows what the database knows; and the winners, if it is done already."""
+        # A seed of its own for each: problems of a family pass their best on, so they should not try the same at first.
+        variants = [
+            VariantSearch(problem, spec, self.device, random.Random(f"{self.seed} {problem.key} {spec.variant}"))
+            for spec in specs
+        ]
+        search = ProblemSearch(problem, variants, self.budget.trials)
+        last_ok = None
+        for stored in self._known_trials(problem):
+            record = stored.record
+            variant = search.variants.get(record.candidate.variant)
+            if variant is None or variant.rejection(record.candidate.config) is not None:
+                continue
+            variant.learn(record.candidate.config, _time_ms(record), record.status.value)
+            variant.spent += self.resume
+            search.known += 1
+            if record.status is TrialStatus.OK:
+                self.any_ok, last_ok = True, stored.ended_at
+        done = self._confirmed_before(search, last_ok) if self.resume and not search.remaining else ()
+        for variant in variants:
+            variant.warm_start(self._warm_configs(problem, variant.spec))
+        return search, done
+
+    def _known_trials(self, problem: AttentionProblem) -> Iterator[StoredTrial]:
+        """Trials of this device, this Triton and today's kernel text, in the order in which they ended."""
+        for stored in self.database.trials(device=self.device, problem=problem):
+            record = stored.record
+            if record.status is TrialStatus.REJECTED or stored.toolchain.triton != self.toolchain.triton:
+                continue
+            if record.kernel_digest is not None and record.kernel_digest == self.digest(record.candidate):
+                yield stored
+
+    def _warm_configs(self, problem: AttentionProblem, spec: VariantSpec) -> list[KernelConfig]:
+        """The default first (its time tells what tuning brings), then winners from elsewhere, then good habits."""
+        elsewhere, neighbors = [], []
+        for winner in self.database.winners(variant=spec.variant):
+            if winner.problem.family != problem.family or winner.device_arch != self.device.arch:
+                continue
+            if winner.problem == problem:
+                elsewhere.append(winner.candidate.config)
+            else:
+                neighbors.append((_distance(winner.problem.shape, problem.shape), winner.candidate.config))
+        nearest = [config for _, config in sorted(neighbors, key=lambda pair: pair[0])]
+        return [
+            default_config(spec, problem.family),
+            *elsewhere,
+            *list(dict.fromkeys(nearest))[:MAX_NEIGHBOR_WINNERS],
+            *seed_configs(spec, problem.family),
+        ]
+
+    def _confirmed_before(self, search: ProblemSearch, last_ok: datetime | None) -> tuple[ConfirmedWinner, ...]:
+        """The stored winners, if every variant that has a time has a current one and nothing was timed since."""
+        stored = [
+            winner
+            for winner in self.database.winners(device=self.device, problem=search.problem)
+            if winner.toolchain.triton == self.toolchain.triton
+            and winner.candidate.variant in search.variants
+            and winner.candidate.config in search.variants[winner.candidate.variant].measured
+        ]
+        wanted = {name for name, variant in search.variants.items() if variant.measured}
+        if {winner.candidate.variant for winner in stored} != wanted or not stored or last_ok is None:
+            return ()
+        if last_ok > max(winner.confirmed_at for winner in stored):
+            return ()
+        return _fastest_first(
+            ConfirmedWinner(candidate=winner.candidate, median_ms=winner.median_ms) for winner in stored
+        )
+
+    # --- searching ---
+
+    def _search(self, searches: Sequence[ProblemSearch], until: float) -> None:
+        """Measure batch after batch, the problems in turn; the next batch compiles while this one is measured."""
+        turns = deque(searches)
+        pending: Batch | None = None
+        while True:
+            following = self._next_batch(turns) if self.clock() < until else None
+            if following is not None:
+                self.evaluator.prefetch(following.candidates)
+            if pending is not None:
+                self._measure(pending)
+            if following is None and pending is None:
+                return
+            pending = following
+
+    def _next_batch(self, turns: deque[ProblemSearch]) -> Batch | None:
+        for _ in range(len(turns)):
+            search = turns[0]
+            turns.rotate(-1)
+            for variant in search.variants.values():
+                variant.warm_start([*search.best_elsewhere(variant), *_best_of_siblings(variant, turns)])
+            batch = search.next_batch(self.batch_size)
+            for variant in search.variants.values():
+                self._save_rejections(search, variant)
+            if batch is not None:
+                return batch
+        return None
+
+    def _measure(self, batch: Batch) -> None:
+        search, variant = batch.search, batch.variant
+        records = self.evaluator.screen(batch.candidates, [search.problem], incumbents_ms=[variant.best_ms])
+        for record in records:
+            search.measured += 1
+            variant.learn(record.candidate.config, _time_ms(record), record.status.value)
+            self._keep(search, record)
+            self._stop_if_hopeless(record)
+
+    def _save_rejections(self, search: ProblemSearch, variant: VariantSearch) -> None:
+        while variant.unsaved:
+            config = variant.unsaved.pop()
+            rejected = variant.rejected[config]
+            record = TrialRecord(
+                candidate=search.candidate(variant, config),
+                problem=search.problem,
+                status=TrialStatus.REJECTED,
+                form=compile_form(search.problem.family),
+                error=rejected.reason,
+                constraint=rejected.constraint,
+            )
+            self._keep(search, record)
+
+    def _keep(self, search: ProblemSearch, record: TrialRecord) -> None:
+        self.database.save_trial(self.session_id, record)
+        search.counts[record.status] += 1
+        self.on_event(
+            TrialEnded(
+                record=record,
+                best_ms=search.best_ms,
+                counts=dict(search.counts),
+                remaining=search.remaining,
+            )
+        )
+
+    def _stop_if_hopeless(self, record: TrialRecord) -> None:
+        """A broken install or GPU fails everything in the same way: say so instead of trying the whole space."""
+        self.any_ok = self.any_ok or record.status is TrialStatus.OK
+        self.fatal_in_a_row = self.fatal_in_a_row + 1 if record.status in _FATAL else 0
+        if self.fatal_in_a_row >= MAX_FATAL_IN_A_ROW and not self.any_ok:
+            raise FaAutotuneError(
+                f"{self.fatal_in_a_row} candidates in a row ended as {record.status.value} and none ever ran, so the "
+                f"cause is not the candidates; the last error was: {record.error}; run `fa-autotune doctor`"
+            )
+
+    # --- confirming ---
+
+    def _confirm(self, search: ProblemSearch) -> ProblemResult:
+        """Measure the finalists interleaved; where all of a variant's fail, its next ones get their chance."""
+        winners: dict[Variant, ConfirmedWinner] = {}
+        missing = {name for name, variant in search.variants.items() if variant.measured}
+        tried: set[Candidate] = set()
+        arguments: dict[str, JSON] = {"problem": search.problem.key, "finalists": self.budget.finalists}
+        with _session(self, SessionKind.CONFIRM, arguments, parent_id=self.session_id) as session_id:
+            while missing and (finalists := search.finalists(self.budget.finalists, missing, tried)):
+                self.on_event(ConfirmStarted(problem=search.problem, finalists=tuple(finalists)))
+                tried.update(finalists)
+                # The winner last: then a confirm that is cut short has none, and resuming repeats it.
+                for record in reversed(self.evaluator.confirm(finalists, search.problem)):
+                    self.database.save_trial(session_id, record)
+                    if record.measurement is not None and record.measurement.rank == 1:
+                        winners[record.candidate.variant] = ConfirmedWinner(
+                            candidate=record.candidate, median_ms=record.measurement.median_ms
+                        )
+                missing -= winners.keys()
+        return self._result(search, _fastest_first(winners.values()))
+
+    def _result(self, search: ProblemSearch, winners: tuple[ConfirmedWinner, ...]) -> ProblemResult:
+        note, screened_ms, default_ms = None, None, None
+        if winners:
+            first = winners[0].candidate
+            times_ms = search.variants[first.variant].times_ms
+            spec = search.variants[first.variant].spec
+            screened_ms = times_ms.get(first.config)
+            default_ms = times_ms.get(default_config(spec, search.problem.family))
+        elif not search.measured:
+            note = "no time was left for it"
+        else:
+            note = "no candidate ran and gave the right result"
+        return ProblemResult(
+            problem=search.problem,
+            winners=winners,
+            counts=dict(search.counts),
+            measured=search.measured,
+            screened_ms=screened_ms,
+            default_ms=default_ms,
+            note=note,
+        )
+
+
+def triton_release(toolchain: Toolchain) -> tuple[int, int]:
+    """(major, minor) of a toolchain's Triton."""
+    major, minor = toolchain.triton.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _time_ms(record: TrialRecord) -> float | None:
+    return None if record.measurement is None else record.measurement.median_ms
+
+
+def _fastest_first(winners: Iterable[ConfirmedWinner]) -> tuple[ConfirmedWinner, ...]:
+    return tuple(sorted(winners, key=lambda winner: winner.median_ms))
+
+
+def _distance(one: AttentionShape, other: AttentionShape) -> float:
+    """How unlike two shapes are: in doublings of length and of parallel work."""
+    work = [shape.batch_size * shape.num_q_heads * shape.seqlen_q for shape in (one, other)]
+    return (
+        abs(math.log2(one.seqlen_q / other.seqlen_q))
+        + abs(math.log2(one.seqlen_k / other.seqlen_k))
+        + 0.5 * abs(math.log2(work[0] / work[1]))
+        + 0.25 * abs(math.log2(one.gqa_group_size / other.gqa_group_size))
+    )
+
+
+def _best_of_siblings(variant: VariantSearch, searches: Iterable[ProblemSearch]) -> list[KernelConfig]:
+    """What is best so far on the nearest other problems of the family, in the same job."""
+    siblings = sorted(
+        (search for search in searches if search.problem != variant.problem),
+        key=lambda search: _distance(search.problem.shape, variant.problem.shape),
+    )
+    bests = (search.variants[variant.spec.variant].best for search in siblings[:MAX_NEIGHBOR_WINNERS])
+    return list(dict.fromkeys(config for config in bests if config is not None))
+
+
+@contextmanager
+def _session(job: _Job, kind: SessionKind, arguments: dict[str, JSON], parent_id: int | None = None) -> Iterator[int]:
+    """A session that ends in the state that its block ends in."""
+    session_id = job.database.begin_session(
+        kind=kind, device=job.device, toolchain=job.toolchain, parent_id=parent_id, arguments=arguments
+    )
+    state = SessionState.FAILED
+    try:
+        yield session_id
+        state = SessionState.FINISHED
+    except KeyboardInterrupt:
+        state = SessionState.INTERRUPTED
+        raise
+    finally:
+        job.database.end_session(session_id, state=state)
