@@ -16,10 +16,11 @@ from fa_autotune.cli import main
 from fa_autotune.cli.doctor import Machine, Verdict, examine, show
 from fa_autotune.config import PortableFwdConfig
 from fa_autotune.device import KNOWN_DEVICES
-from fa_autotune.problem import AttentionProblem
+from fa_autotune.problem import AttentionProblem, Pass
 from fa_autotune.records import Candidate, Regime, Variant
 from fa_autotune.render import render
 from fa_autotune.snapshot import Snapshot, Source, WinnerRow
+from fa_autotune.variants import default_config, variant_spec
 
 SHORT = "4x32x8x4096x4096x128,causal"
 
@@ -238,10 +239,7 @@ def test_render_writes_a_file(tmp_path: Path) -> None:
 
 def test_render_speaks_json() -> None:
     found = json.loads(run("render", "--problem", SHORT, "--config", '{"maxnreg": 128}', "--json").stdout)
-    assert found["config"] == {
-        **asdict(PortableFwdConfig(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)),
-        "maxnreg": 128,
-    }
+    assert found["config"]["maxnreg"] == 128
     assert found["digest"] in found["name"]
 
 
@@ -275,6 +273,13 @@ def test_render_writes_winners_in_a_checkout_only(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("fa_autotune.paths.shipped_kernels_dir", lambda: tmp_path / "none")
     done = run("render", "--winners")
     assert (done.exit_code, "is for a checkout" in done.stderr) == (2, True)
+
+
+def test_render_takes_the_default_of_the_gpu_that_is_named() -> None:
+    problem = "1x8x8x64x64x64,fp16"
+    config = json.loads(run("render", "--problem", problem, "--device", "t4", "--json").stdout)["config"]
+    spec = variant_spec(Pass.FWD, Variant.PORTABLE)
+    assert config == asdict(default_config(spec, AttentionProblem.parse(problem).family, "sm_75"))
 
 
 @pytest.mark.parametrize("arguments", [[], ["--winners", "--problem", SHORT]])

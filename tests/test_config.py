@@ -28,7 +28,8 @@ def test_keys_of_one_kind_are_equal_exactly_where_configs_are(one: Candidate, ot
 
 def test_the_key_is_this_text_for_ever() -> None:
     assert config_key(PORTABLE) == (
-        '{"BLOCK_M":64,"BLOCK_N":128,"EXACT_LENGTHS":false,"HEADS_PER_GROUP":8,"ROW_SUM_LANES":1,"maxnreg":null,'
+        '{"BLOCK_M":64,"BLOCK_N":128,"EXACT_LENGTHS":false,"HEADS_PER_GROUP":8,'
+        '"HEAD_DIM_PIECE":256,"ROW_SUM_LANES":1,"maxnreg":null,'
         '"num_stages":2,"num_warps":4,"schema":1}'
     )
 

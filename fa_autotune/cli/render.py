@@ -8,6 +8,7 @@ import click
 
 from fa_autotune import paths
 from fa_autotune.config import KernelConfig
+from fa_autotune.device import DeviceSpec, known_device
 from fa_autotune.errors import FaAutotuneError, InvalidConfigError
 from fa_autotune.problem import AttentionFamily, AttentionProblem
 from fa_autotune.records import Candidate, Variant
@@ -23,12 +24,19 @@ from fa_autotune.variants import VariantSpec, default_config, variant_spec
     show_default=True,
     help="The template to render.",
 )
+@click.option(
+    "--device",
+    metavar="NAME",
+    default="h200",
+    show_default=True,
+    help="A known GPU, such as a100; its untuned default gives the knobs that --config leaves open.",
+)
 @click.option("--config", metavar="JSON", default="{}", help="Knobs that differ from the untuned default.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file instead.")
 @click.option("--winners", is_flag=True, help="Write the kernels of all packs' winners to kernels_generated/.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: the kernel and its config, or the files written.")
 def render_command(
-    *, problem: str | None, variant: str, config: str, output: Path | None, winners: bool, as_json: bool
+    *, problem: str | None, variant: str, device: str, config: str, output: Path | None, winners: bool, as_json: bool
 ) -> None:
     """Print one generated kernel, or write the shipped winners'.
 
@@ -40,7 +48,7 @@ def render_command(
         written = [str(path) for path in write_winners()]
         click.echo(json.dumps(written, indent=2) if as_json else "\n".join(written))
         return
-    text = render_one(problem, Variant(variant), config, as_json=as_json)
+    text = render_one(problem, Variant(variant), known_device(device), config, as_json=as_json)
     if output is None:
         click.echo(text, nl=False)
     else:
@@ -48,13 +56,13 @@ def render_command(
         click.echo(f"wrote {output}", err=True)
 
 
-def render_one(problem: str, variant: Variant, config: str, *, as_json: bool) -> str:
+def render_one(problem: str, variant: Variant, device: DeviceSpec, config: str, *, as_json: bool) -> str:
     """The text of one kernel, or JSON that holds it."""
     from fa_autotune.render import render
 
     family = AttentionProblem.parse(problem).family
     spec = variant_spec(family.kernel_pass, variant)
-    chosen = read_config(spec, family, config)
+    chosen = read_config(config, spec=spec, family=family, arch=device.arch)
     source = render(Candidate(family=family, variant=variant, config=chosen))
     return json.dumps({**asdict(source), "config": asdict(chosen)}, indent=2) + "\n" if as_json else source.text
 
@@ -71,7 +79,7 @@ def write_winners() -> list[Path]:
     return write_exactly((row.candidate for row in snapshot.rows if row.source is Source.PACK), folder)
 
 
-def read_config(spec: VariantSpec, family: AttentionFamily, text: str) -> KernelConfig:
+def read_config(text: str, *, spec: VariantSpec, family: AttentionFamily, arch: str) -> KernelConfig:
     """The untuned default of a family with the knobs of a JSON object put in; InvalidConfigError."""
     try:
         knobs = json.loads(text)
@@ -80,4 +88,4 @@ def read_config(spec: VariantSpec, family: AttentionFamily, text: str) -> Kernel
     known = [knob.name for knob in spec.knobs]
     if not isinstance(knobs, dict) or not knobs.keys() <= set(known):
         raise InvalidConfigError(f"--config {text!r} is not an object of knobs of {spec.variant}: {', '.join(known)}")
-    return replace(default_config(spec, family), **knobs)
+    return replace(default_config(spec, family, arch), **knobs)
