@@ -21,13 +21,16 @@ from fa_autotune.config import config_label
 from fa_autotune.device import DeviceSpec, Toolchain
 from fa_autotune.dispatch import Dispatcher
 from fa_autotune.errors import FaAutotuneError, UnsupportedError
-from fa_autotune.launch import LoadedKernel, live_device, live_toolchain
+from fa_autotune.launch import live_device, live_toolchain, load_kernel
 from fa_autotune.measure import Launch, MeasurePolicy, confirm, make_timer, regime_for
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Measurement
 from fa_autotune.reference import seeded_inputs
 
 OURS = "ours"
+
+# (problem, q, k, v) → what launches it, and a note; tensors are (batch, heads, seqlen, head_dim).
+Peer = Callable[[AttentionProblem, Tensor, Tensor, Tensor], tuple[Launch, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +142,7 @@ def bench(
         rows=tuple(rows),
         device=device,
         toolchain=live_toolchain(),
-        cudnn=torch.backends.cudnn.version(),
+        cudnn=torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         python=platform.python_version(),
         started_at=started_at,
         policy=policy,
@@ -152,7 +155,8 @@ def _bench_problem(
     inputs = seeded_inputs(problem.family, problem.shape, device=torch.device("cuda", device_index), seed=0)
     launches: dict[str, Launch] = {}
     notes: dict[str, str] = {}
-    for name, make in {OURS: partial(_ours, dispatcher), **{name: PEERS[name] for name in against}}.items():
+    makers: dict[str, Peer] = {OURS: partial(_ours, dispatcher), **{name: PEERS[name] for name in against}}
+    for name, make in makers.items():
         try:
             launches[name], notes[name] = make(problem, *inputs)
             launches[name]()
@@ -174,7 +178,7 @@ def _bench_problem(
 
 def _ours(dispatcher: Dispatcher, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Launch, str]:
     decision = dispatcher.decide(problem)
-    kernel = LoadedKernel(decision.candidate, dispatcher.device)
+    kernel = load_kernel(decision.candidate, dispatcher.device.arch)
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     scale = q.shape[3] ** -0.5
@@ -232,7 +236,7 @@ def _require_square(problem: AttentionProblem) -> None:
         raise UnsupportedError("SDPA's is_causal is top-left aligned: not the same problem for unequal lengths")
 
 
-PEERS: dict[str, Callable[..., tuple[Launch, str]]] = {
+PEERS: dict[str, Peer] = {
     "sdpa-flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
     "sdpa-cudnn": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
     "sdpa-efficient": partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION),
@@ -258,7 +262,7 @@ def table_rows(report: BenchReport) -> Iterator[list[str]]:
             continue
         others = [report.row(problem, name) for name in peers]
         speeds = [f"{row.tflops:.0f}" if row and row.tflops else "–" for row in others]
-        ratios = [f"{ours.tflops / row.tflops:.2f}" if row and row.tflops else "–" for row in others]
-        yield [problem.label, f"{ours.measurement.median_ms:.3f}", f"{ours.tflops:.0f}", *speeds, *ratios, ours.note]
+        speedups = [f"{ours.tflops / row.tflops:.2f}" if row and row.tflops else "–" for row in others]
+        yield [problem.label, f"{ours.measurement.median_ms:.3f}", f"{ours.tflops:.0f}", *speeds, *speedups, ours.note]
     means = [f"{geomean(ratios):.2f}" if (ratios := report.ratios(name)) else "–" for name in peers]
     yield ["geometric mean", "", "", *("" for _ in peers), *means, ""]

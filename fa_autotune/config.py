@@ -24,6 +24,7 @@ class PortableFwdConfig:
     BLOCK_M query rows per program and BLOCK_N key columns per step, powers of two from 16 to 256.
     HEADS_PER_GROUP: heads whose blocks are scheduled side by side, so that their K and V share the L2 cache.
     ROW_SUM_LANES: partial row sums kept per row (1, or 8 summed once at the end).
+    HEAD_DIM_PIECE: columns of a head dim in one matrix product, at most; wider head dims are covered by several.
     EXACT_LENGTHS: no ragged masking; only valid where the blocks divide both lengths.
     maxnreg: registers per thread the assembler may use; None leaves it free.
     """
@@ -35,6 +36,7 @@ class PortableFwdConfig:
     maxnreg: int | None = None
     HEADS_PER_GROUP: int = 8
     ROW_SUM_LANES: int = 1
+    HEAD_DIM_PIECE: int = 256
     EXACT_LENGTHS: bool = False
 
     def __post_init__(self) -> None:
@@ -55,6 +57,7 @@ class TmaFwdConfig:
     maxnreg: int | None = None
     HEADS_PER_GROUP: int = 8
     ROW_SUM_LANES: int = 1
+    HEAD_DIM_PIECE: int = 256
     EXACT_LENGTHS: bool = False
     STORE_BY_TMA: bool = True
 
@@ -104,6 +107,7 @@ def _check_forward(config: PortableFwdConfig | TmaFwdConfig) -> None:
         ("BLOCK_N", 16, 256),
         ("num_warps", 1, 16),
         ("HEADS_PER_GROUP", 1, 64),
+        ("HEAD_DIM_PIECE", 16, 256),
     ):
         _check(
             name,

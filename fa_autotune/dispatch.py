@@ -310,7 +310,7 @@ class _Search:
     def untuned(self) -> Decision:
         family = self.problem.family
         for spec in supported_variants(family, self.device.arch, parse_triton_version(self.triton_version)):
-            for attempt, config in enumerate(_defaults(spec, self.problem)):
+            for attempt, config in enumerate(_defaults(spec, self.problem, self.device.arch)):
                 candidate = Candidate(family=family, variant=spec.variant, config=config)
                 if (rejected := rejection(candidate, self.problem.shape, self.device)) is None:
                     return self.default(candidate)
@@ -359,13 +359,13 @@ def _device_gap(device: DeviceSpec, fingerprint: str) -> float:
     return round(abs(math.log2(int(match[1]) / device.num_sms)), 6) if match and int(match[1]) else math.inf
 
 
-def _defaults(spec: VariantSpec, problem: AttentionProblem) -> Iterator[KernelConfig]:
+def _defaults(spec: VariantSpec, problem: AttentionProblem, arch: str) -> Iterator[KernelConfig]:
     """The variant's default, then the same with ever smaller tiles, for shapes and devices that it does not fit."""
-    base = default_config(spec, problem.family)
+    base = default_config(spec, problem.family, arch)
     for block_m in _halvings(base.BLOCK_M):
         for block_n in _halvings(base.BLOCK_N):
             for stages in range(base.num_stages, 0, -1):
-                warps = min(base.num_warps, block_m // 16)
+                warps = min(base.num_warps, max(1, block_m // 16))
                 yield replace(base, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages)
 
 

@@ -25,7 +25,7 @@ from fa_autotune.paths import cache_dir, triton_cache_dir
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import AccuracyReport, Candidate, Measurement, TrialRecord, TrialStatus
 from fa_autotune.render import render
-from fa_autotune.trial_jobs import Bench, Failure, confirm_job, screen_job, soak_job, toolchain_job, verify_job
+from fa_autotune.trial_jobs import Bench, Built, Failure, confirm_job, screen_job, soak_job, toolchain_job, verify_job
 from fa_autotune.variants import compile_form
 from fa_autotune.worker import Worker
 
@@ -52,8 +52,9 @@ NARROW_TIE, WIDE_TIE = 0.003, 0.01  # finalists within their noise, inside these
 
 @dataclass(slots=True)
 class _Kernel:
-    """What is known of a candidate's kernel in this process."""
+    """What is known of a candidate's kernel in this process. Nothing was built where it does not render."""
 
+    built: Built | None
     digest: str | None
     compiled: Future[CompileResult]
     accuracy: AccuracyReport | Failure | None = None
@@ -145,7 +146,7 @@ class LocalEvaluator:
         finalists: list[Candidate] = []
         reports: dict[Candidate, AccuracyReport] = {}
         for candidate in candidates:
-            report = self._run(soak_job, candidate, problem, deadline_s=self._deadlines.measure_s)
+            report = self._run(soak_job, self._kernel(candidate).built, problem, deadline_s=self._deadlines.measure_s)
             if isinstance(report, Failure):
                 failed.append(self._record(candidate, problem, failure=report))
             elif not report.passed:
@@ -155,7 +156,8 @@ class LocalEvaluator:
                 reports[candidate] = report
         if not finalists:
             return failed
-        measured = self._run(confirm_job, tuple(finalists), problem, deadline_s=self._deadlines.confirm_s)
+        built = [self._kernel(candidate).built for candidate in finalists]
+        measured = self._run(confirm_job, built, problem, deadline_s=self._deadlines.confirm_s)
         if isinstance(measured, Failure):
             return [*(self._record(candidate, problem, failure=measured) for candidate in finalists), *failed]
         ranked = rank_finalists(list(zip(finalists, measured, strict=True)))
@@ -175,7 +177,7 @@ class LocalEvaluator:
         except (TemplateError, OSError) as error:
             broken: Future[CompileResult] = Future()
             broken.set_result(CompileResult(status=TrialStatus.COMPILE_FAILED, error=str(error)))
-            return _Kernel(digest=None, compiled=broken)
+            return _Kernel(built=None, digest=None, compiled=broken)
         request = CompileRequest(
             module_path=path,
             arch=self._bench.device.arch,
@@ -183,7 +185,8 @@ class LocalEvaluator:
             variant=candidate.variant,
             smem_limit_bytes=self._bench.device.smem_optin_bytes,
         )
-        return _Kernel(digest=source.digest, compiled=self._compilers.submit(request))
+        built = Built(candidate=candidate, module_path=path)
+        return _Kernel(built=built, digest=source.digest, compiled=self._compilers.submit(request))
 
     def _screen_one(self, candidate: Candidate, problem: AttentionProblem, incumbent_ms: float | None) -> TrialRecord:
         started = time.monotonic()
@@ -201,14 +204,14 @@ class LocalEvaluator:
                 constraint=compiled.gate,
             )
         if kernel.accuracy is None:
-            kernel.accuracy = self._run(verify_job, candidate, deadline_s=self._deadlines.verify_s)
+            kernel.accuracy = self._run(verify_job, kernel.built, deadline_s=self._deadlines.verify_s)
         accuracy = kernel.accuracy
         if isinstance(accuracy, Failure):
             record = self._record(candidate, problem, failure=accuracy)
         elif not accuracy.passed:
             record = self._record(candidate, problem, failure=_wrong(accuracy))
         else:
-            timed = self._run(screen_job, candidate, problem, incumbent_ms, deadline_s=self._deadlines.measure_s)
+            timed = self._run(screen_job, kernel.built, problem, incumbent_ms, deadline_s=self._deadlines.measure_s)
             failure, measurement = (timed, None) if isinstance(timed, Failure) else (None, timed)
             record = self._record(candidate, problem, failure=failure, measurement=measurement)
         return replace(record, duration_s=time.monotonic() - started)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -88,12 +89,11 @@ def gpu_uuid(index: int) -> str:
 class LoadedKernel:
     """A candidate's kernel, ready to be called on one device."""
 
-    def __init__(self, candidate: Candidate, device: DeviceSpec) -> None:
-        """Render, import and compile (or find in Triton's cache) the kernel; CompileError, TemplateError."""
+    def __init__(self, candidate: Candidate, module_path: Path, arch: str) -> None:
+        """Import a candidate's generated module and compile its kernel, or find it in Triton's cache. CompileError."""
         self.candidate = candidate
-        self.source = render(candidate)
-        self.module: ModuleType = load_module(write_module(self.source, candidates_dir()))
-        self._run = _interpreted(self.module) if interpreting() else _compiled(self.module, device.arch)
+        self.module: ModuleType = load_module(module_path)
+        self._run = _interpreted(self.module) if interpreting() else _compiled(self.module, arch)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float, diagonal: int | None
@@ -111,6 +111,11 @@ class LoadedKernel:
                 self._run(grid, arguments)
         else:
             self._run(grid, arguments)
+
+
+def load_kernel(candidate: Candidate, arch: str) -> LoadedKernel:
+    """Render a candidate, write its module to the cache folder and load it; TemplateError, CompileError."""
+    return LoadedKernel(candidate, write_module(render(candidate), candidates_dir()), arch)
 
 
 def _compiled(module: ModuleType, arch: str) -> Callable[[tuple[int, ...], tuple[Any, ...]], None]:

@@ -26,7 +26,7 @@ LAUNCHES_PER_GRAPH = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurePolicy:
-    """How long to measure. A screen stops after `early_launches` where the median passes `early_stop` × the incumbent."""
+    """How long to measure. A screen ends after `early_launches` if all of them pass `early_stop` × the incumbent."""
 
     warmup_ms: float = 5.0
     target_ms: float = 25.0

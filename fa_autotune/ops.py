@@ -9,14 +9,14 @@ import math
 import threading
 from collections.abc import Iterable
 from functools import cache
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fa_autotune.dispatch import Dispatcher
 from fa_autotune.errors import InvalidProblemError, LaunchError, UnsupportedError
-from fa_autotune.launch import LoadedKernel, live_device, live_toolchain
+from fa_autotune.launch import LoadedKernel, live_device, live_toolchain, load_kernel
 from fa_autotune.paths import interpreting
 from fa_autotune.problem import (
     MAX_HEAD_DIM,
@@ -38,13 +38,7 @@ _calls: dict[tuple[Any, ...], LoadedKernel] = {}
 _kernels: dict[tuple[int, Candidate], LoadedKernel] = {}
 
 
-@overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Any) -> Tensor: ...
-def attention(  # noqa: PLR0913 - the public surface of the design
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -66,8 +60,8 @@ def attention(  # noqa: PLR0913 - the public surface of the design
     return_lse: bool = False,
     deterministic: bool = True,
     backend: str = "generated",
-) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(q·kᵀ·softmax_scale)·v, forward only.
+) -> Any:
+    """softmax(q·kᵀ·softmax_scale)·v, forward only; gives out, or (out, lse) with return_lse.
 
     q is (batch, seqlen_q, num_q_heads, head_dim), k (batch, seqlen_k, num_kv_heads, head_dim), v (batch, seqlen_k,
     num_kv_heads, head_dim_v); with layout="bhsd" heads come before seqlen. Any strides. num_q_heads is a multiple of
@@ -224,7 +218,7 @@ def _kernel(problem: AttentionProblem, index: int) -> LoadedKernel:
                     f"the kernel for {problem.label} is not loaded and a CUDA-graph capture is under way; call "
                     f'fa_autotune.warmup(["{problem.key}"]) or run the model once before capturing'
                 )
-            kernel = LoadedKernel(candidate, _dispatcher(index).device)
+            kernel = load_kernel(candidate, _dispatcher(index).device.arch)
             _kernels[index, candidate] = kernel
         return kernel
 
@@ -304,7 +298,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, head_dim in (("q", q.shape[3]), ("v", v.shape[3])):
         if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
             raise InvalidProblemError(
-                f"{name} has head_dim {head_dim}, kernels serve {MIN_HEAD_DIM} to {MAX_HEAD_DIM}; pad it or split the heads"
+                f"{name} has head_dim {head_dim}, kernels serve {MIN_HEAD_DIM} to {MAX_HEAD_DIM}; pad or split it"
             )
     if k.shape[1:3] != v.shape[1:3]:
         raise InvalidProblemError(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -49,6 +50,14 @@ class Bench:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A candidate and its generated module, already compiled for the device."""
+
+    candidate: Candidate
+    module_path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """Why a job gave no result. `sticky`: the worker can't be used any more."""
 
@@ -62,24 +71,22 @@ def toolchain_job() -> Toolchain:
     return live_toolchain()
 
 
-def verify_job(bench: Bench, candidate: Candidate) -> AccuracyReport | Failure:
+def verify_job(bench: Bench, built: Built) -> AccuracyReport | Failure:
     """Check a candidate's kernel on the probes round its blocks."""
-    config = candidate.config
-    probe_list = probes(
-        candidate.family, block_m=config.BLOCK_M, block_n=config.BLOCK_N, exact_lengths=config.EXACT_LENGTHS
-    )
+    family, config = built.candidate.family, built.candidate.config
+    probe_list = probes(family, block_m=config.BLOCK_M, block_n=config.BLOCK_N, exact_lengths=config.EXACT_LENGTHS)
     try:
-        return verify(_loaded(candidate, bench.device), candidate.family, probe_list, bench.torch_device)
-    except Exception as error:
+        return verify(_loaded(built, bench.device.arch), family, probe_list, bench.torch_device)
+    except Exception as error:  # noqa: BLE001 - Triton and torch raise all sorts; a bad kernel is a result
         return _failure(error)
 
 
 def screen_job(
-    bench: Bench, candidate: Candidate, problem: AttentionProblem, incumbent_ms: float | None
+    bench: Bench, built: Built, problem: AttentionProblem, incumbent_ms: float | None
 ) -> Measurement | Failure:
     """Time a verified kernel on a problem."""
     try:
-        launch = _bound_launch(candidate, problem, bench)
+        launch = _bound_launch(built, problem, bench)
         regime = regime_for(problem, bench.device)
         return screen(
             launch,
@@ -89,31 +96,29 @@ def screen_job(
             incumbent_ms=incumbent_ms,
             device_index=bench.device_index,
         )
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - Triton and torch raise all sorts; a bad kernel is a result
         return _failure(error)
 
 
-def soak_job(bench: Bench, candidate: Candidate, problem: AttentionProblem) -> AccuracyReport | Failure:
+def soak_job(bench: Bench, built: Built, problem: AttentionProblem) -> AccuracyReport | Failure:
     """Check a finalist at the problem's own size, then launch it many times: the last result must be the first, bit
     for bit."""
     try:
-        kernel = _loaded(candidate, bench.device)
+        kernel = _loaded(built, bench.device.arch)
         inputs = _inputs(problem, str(bench.torch_device))
         report = verify_sampled(kernel, problem, inputs, problem.family.head_dim**-0.5)
         if not report.passed or bench.device_index is None:
             return report
         return _soaked(report, kernel, problem, bench)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - Triton and torch raise all sorts; a bad kernel is a result
         return _failure(error)
 
 
-def confirm_job(
-    bench: Bench, candidates: Sequence[Candidate], problem: AttentionProblem
-) -> list[Measurement] | Failure:
+def confirm_job(bench: Bench, finalists: Sequence[Built], problem: AttentionProblem) -> list[Measurement] | Failure:
     """Time finalists interleaved; one measurement for each, in their order."""
     try:
         regime = regime_for(problem, bench.device)
-        launches = [_bound_launch(candidate, problem, bench) for candidate in candidates]
+        launches = [_bound_launch(built, problem, bench) for built in finalists]
         return confirm(
             launches,
             timer=_timer(regime, bench),
@@ -121,7 +126,7 @@ def confirm_job(
             policy=bench.policy,
             device_index=bench.device_index,
         )
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - Triton and torch raise all sorts; a bad kernel is a result
         return _failure(error)
 
 
@@ -147,8 +152,8 @@ def _soaked(
 
 
 @lru_cache(maxsize=64)
-def _loaded(candidate: Candidate, device: DeviceSpec) -> LoadedKernel:
-    return LoadedKernel(candidate, device)
+def _loaded(built: Built, arch: str) -> LoadedKernel:
+    return LoadedKernel(built.candidate, built.module_path, arch)
 
 
 @lru_cache(maxsize=1)
@@ -170,8 +175,8 @@ def _diagonal(problem: AttentionProblem) -> int | None:
     return problem.shape.seqlen_k - problem.shape.seqlen_q if problem.family.bounded_right else None
 
 
-def _bound_launch(candidate: Candidate, problem: AttentionProblem, bench: Bench) -> Launch:
-    kernel = _loaded(candidate, bench.device)
+def _bound_launch(built: Built, problem: AttentionProblem, bench: Bench) -> Launch:
+    kernel = _loaded(built, bench.device.arch)
     q, k, v = _inputs(problem, str(bench.torch_device))
     out, lse = _outputs(problem, q)
     scale, diagonal = problem.family.head_dim**-0.5, _diagonal(problem)

@@ -17,6 +17,7 @@ from fa_autotune.records import Candidate, CompileForm, Variant
 
 MIN_TRITON = (3, 6)
 MAX_REGISTERS_PER_THREAD = 255
+_DEFAULT_SMEM_BYTES = 62 * 1024  # 64 KB less what the compiler adds: barriers, layout changes
 
 KnobValue = int | bool | None
 
@@ -112,41 +113,76 @@ def rejection(candidate: Candidate, shape: AttentionShape | None, device: Device
     return spec.rejection(candidate.config, family=candidate.family, shape=shape, device=device)
 
 
-def head_dim_pieces(head_dim: int) -> tuple[int, ...]:
-    """Power-of-two widths that cover a head dim, at least 16 each: (128,) for 128, (64, 32) for 96, (128, 64) for 192.
+def head_dim_pieces(head_dim: int, widest: int = 256) -> tuple[int, ...]:
+    """Power-of-two widths that cover a head dim, 16 to `widest` each: (128,) for 128, (64, 32) for 96.
 
-    Tiles are powers of two per dimension. Two pieces are used where they are narrower than the next power of two.
+    Tiles are powers of two per dimension. What is left after pieces of the widest is covered by two where they are
+    narrower than the next power of two.
     """
-    whole = max(16, 1 << (head_dim - 1).bit_length())
+    full, left = divmod(head_dim, widest)
+    pieces = (widest,) * full
+    if not left:
+        return pieces
+    whole = max(16, 1 << (left - 1).bit_length())
     half = whole // 2
-    rest = max(16, 1 << (head_dim - half - 1).bit_length()) if head_dim > half >= 16 else half
-    return (whole,) if half + rest >= whole else (half, rest)
+    rest = max(16, 1 << (left - half - 1).bit_length()) if left > half >= 16 else half
+    return (*pieces, whole) if half + rest >= whole else (*pieces, half, rest)
 
 
-def padded_head_dim(head_dim: int) -> int:
+def padded_head_dim(head_dim: int, widest: int = 256) -> int:
     """Columns that a head dim takes in shared memory and registers."""
-    return sum(head_dim_pieces(head_dim))
+    return sum(head_dim_pieces(head_dim, widest))
 
 
-def default_config(spec: VariantSpec, family: AttentionFamily) -> KernelConfig:
-    """An untuned config that fits 64 KB of shared memory on every supported GPU."""
-    wide = max(padded_head_dim(family.head_dim), padded_head_dim(family.head_dim_v)) * family.dtype.itemsize
-    block_m, block_n = (64, 64) if wide <= 128 else (64, 32) if wide <= 256 else (32, 16)
-    stages = 2 if wide <= 256 else 1
-    return spec.config_type(BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4 if block_m >= 64 else 2, num_stages=stages)
+def multiplies_by_fma(family: AttentionFamily, arch: str) -> bool:
+    """True where Triton computes matrix products on the FMA units: fp32 in ieee precision, and all of sm_75."""
+    return family.dtype is DType.FLOAT32 or arch == "sm_75"
 
 
-def seed_configs(spec: VariantSpec, family: AttentionFamily) -> list[KernelConfig]:
-    """Configs worth trying first: the default and what was found fast on Hopper, Ampere and Ada for such head dims."""
-    wide = max(padded_head_dim(family.head_dim), padded_head_dim(family.head_dim_v)) * family.dtype.itemsize
-    if wide <= 128:
+def multiplies_by_warp(arch: str) -> bool:
+    """True where a matrix instruction belongs to one warp (mma.sync), not to four (wgmma) or an SM (tcgen05)."""
+    return arch in ("sm_80", "sm_86", "sm_87", "sm_89", "sm_120", "sm_121")
+
+
+def default_config(spec: VariantSpec, family: AttentionFamily, arch: str) -> KernelConfig:
+    """An untuned config that fits 64 KB of shared memory."""
+    if multiplies_by_fma(family, arch):
+        return spec.config_type(BLOCK_M=32, BLOCK_N=16, num_warps=4, num_stages=1, HEAD_DIM_PIECE=_piece(family, 32))
+    widest = 32 if family.access is Access.ANY else 64  # a pointer for each element leaves fewer registers
+    piece = _piece(family, 64 if multiplies_by_warp(arch) else 256)
+    for num_stages, block_n in product((2, 1), (64, 32, 16)):
+        config = spec.config_type(BLOCK_M=64, BLOCK_N=block_n, num_warps=4, num_stages=num_stages, HEAD_DIM_PIECE=piece)
+        if block_n <= widest and whole_smem_bytes(family, config) <= _DEFAULT_SMEM_BYTES:
+            return config
+    raise AssertionError(f"no default tile fits {family}")  # 64×16 in one stage fits head dim 256
+
+
+def seed_configs(spec: VariantSpec, family: AttentionFamily, arch: str) -> list[KernelConfig]:
+    """Configs worth trying first: the default, and tiles that were fast for such head dims."""
+    wide = 2 * max(padded_head_dim(family.head_dim), padded_head_dim(family.head_dim_v))
+    piece = 256
+    if multiplies_by_fma(family, arch):
+        piece = 32
+        tiles = [(32, 32, 8, 1), (32, 16, 8, 1), (64, 32, 8, 1), (16, 16, 4, 1)]
+    elif multiplies_by_warp(arch):
+        piece = 64
+        tiles = [(64, 64, 4, 2), (64, 32, 4, 2), (128, 64, 8, 2), (128, 32, 4, 2), (64, 32, 4, 3)]
+    elif wide <= 128:
         tiles = [(64, 128, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2), (128, 128, 8, 2), (128, 64, 8, 3)]
     elif wide <= 256:
         tiles = [(64, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 4, 3)]
     else:
         tiles = [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (128, 32, 8, 3), (64, 32, 4, 3)]
-    seeds = [spec.config_type(BLOCK_M=m, BLOCK_N=n, num_warps=w, num_stages=s) for m, n, w, s in tiles]
-    return [default_config(spec, family), *seeds]
+    seeds = [
+        spec.config_type(BLOCK_M=m, BLOCK_N=n, num_warps=w, num_stages=s, HEAD_DIM_PIECE=_piece(family, piece))
+        for m, n, w, s in tiles
+    ]
+    return [default_config(spec, family, arch), *seeds]
+
+
+def _piece(family: AttentionFamily, widest: int) -> int:
+    """The HEAD_DIM_PIECE that stands for `widest`: 256 where no head dim is wider."""
+    return widest if widest < max(family.head_dim, family.head_dim_v) else 256
 
 
 # --- constraints ------------------------------------------------------------------------------------------------------
@@ -162,12 +198,33 @@ def _threads(
 def _rows_per_warp(
     family: AttentionFamily, shape: AttentionShape | None, config: KernelConfig, device: DeviceSpec
 ) -> str | None:
-    need = 16 * config.num_warps
-    return (
-        None
-        if need <= config.BLOCK_M
-        else f"BLOCK_M={config.BLOCK_M} gives a warp under 16 rows; {config.num_warps} warps need {need}"
-    )
+    per_warp = (
+        4 if multiplies_by_fma(family, device.arch) else 16
+    )  # a matrix instruction covers 16 rows; FMA units any number
+    need = per_warp * config.num_warps
+    if need <= config.BLOCK_M:
+        return None
+    return f"BLOCK_M={config.BLOCK_M} gives a warp under {per_warp} rows; {config.num_warps} warps need {need}"
+
+
+def _head_dim_piece(
+    family: AttentionFamily, shape: AttentionShape | None, config: KernelConfig, device: DeviceSpec
+) -> str | None:
+    if _piece(family, config.HEAD_DIM_PIECE) != config.HEAD_DIM_PIECE:
+        return f"HEAD_DIM_PIECE={config.HEAD_DIM_PIECE} cuts no head dim of {family.label}: the same kernel as 256"
+    return None
+
+
+def _score_rows(
+    family: AttentionFamily, shape: AttentionShape | None, config: KernelConfig, device: DeviceSpec
+) -> str | None:
+    widest = max(head_dim_pieces(family.head_dim_v, config.HEAD_DIM_PIECE))
+    if multiplies_by_warp(device.arch) and config.num_warps > 1 and widest > config.BLOCK_M:
+        return (
+            f"an output tile of {config.BLOCK_M} rows and {widest} columns makes Triton split columns over the warps, "
+            "which then share rows of scores; a smaller HEAD_DIM_PIECE or a larger BLOCK_M avoids it"
+        )
+    return None
 
 
 def _shared_memory(
@@ -238,6 +295,8 @@ _FORWARD_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
     ("threads", _threads),
     ("rows_per_warp", _rows_per_warp),
     ("register_cap", _register_cap),
+    ("head_dim_piece", _head_dim_piece),
+    ("score_rows", _score_rows),
     ("shared_memory", _shared_memory),
     ("registers", _registers),
     ("row_sums", _row_sums),
@@ -248,16 +307,31 @@ _FORWARD_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
 
 def forward_smem_bytes(family: AttentionFamily, config: KernelConfig) -> int:
     """Lower bound of the forward's shared memory: the K and V tiles in flight (and Q where a pipeline holds it)."""
-    k_row, v_row = padded_head_dim(family.head_dim), padded_head_dim(family.head_dim_v)
-    in_flight = max(1, config.num_stages - 1)
-    return in_flight * config.BLOCK_N * (k_row + v_row) * family.dtype.itemsize if config.num_stages > 1 else 0
+    in_flight = config.num_stages - 1
+    return in_flight * config.BLOCK_N * _row_bytes(family, config)
+
+
+def whole_smem_bytes(family: AttentionFamily, config: KernelConfig) -> int:
+    """What the forward takes where everything lies in shared memory (Hopper): Q, and K and V of every stage."""
+    q_bytes = config.BLOCK_M * padded_head_dim(family.head_dim, config.HEAD_DIM_PIECE) * family.dtype.itemsize
+    return q_bytes + config.num_stages * config.BLOCK_N * _row_bytes(family, config)
+
+
+def _row_bytes(family: AttentionFamily, config: KernelConfig) -> int:
+    """Bytes of one row of K and one of V, padded."""
+    columns = sum(padded_head_dim(dim, config.HEAD_DIM_PIECE) for dim in (family.head_dim, family.head_dim_v))
+    return columns * family.dtype.itemsize
 
 
 def forward_registers(family: AttentionFamily, config: KernelConfig, device: DeviceSpec) -> int:
     """Lower bound of the forward's registers per thread: the accumulator, the scores, and P as the next operand."""
     threads = config.num_warps * device.warp_size
     scores = config.BLOCK_M * config.BLOCK_N
-    words = config.BLOCK_M * padded_head_dim(family.head_dim_v) + scores + scores * family.dtype.itemsize // 4
+    words = (
+        config.BLOCK_M * padded_head_dim(family.head_dim_v, config.HEAD_DIM_PIECE)
+        + scores
+        + scores * family.dtype.itemsize // 4
+    )
     return words // threads
 
 
@@ -284,6 +358,8 @@ def _tma_supports(family: AttentionFamily, arch: str, triton_version: tuple[int,
         return f"tensor descriptors need sm_90 or newer, not {arch}"
     if family.access is not Access.TMA:
         return f"tensor descriptors can't read these pointers and strides (access={family.access.value})"
+    if family.dtype is DType.FLOAT32:
+        return "float32 products run on the FMA units, where tiles from descriptors spill; the portable variant serves"
     return _portable_supports(family, arch, triton_version)
 
 
@@ -295,6 +371,7 @@ _FORWARD_KNOBS = (
     Knob(name="maxnreg", values=(None, 96, 128, 168)),
     Knob(name="HEADS_PER_GROUP", values=(1, 4, 8, 16), ordinal=True),
     Knob(name="ROW_SUM_LANES", values=(1, 8)),
+    Knob(name="HEAD_DIM_PIECE", values=(32, 64, 128, 256), ordinal=True),
     Knob(name="EXACT_LENGTHS", values=(False, True)),
 )
 

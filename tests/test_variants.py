@@ -18,7 +18,6 @@ from fa_autotune.variants import (
     VariantSpec,
     compile_form,
     default_config,
-    forward_smem_bytes,
     head_dim_pieces,
     padded_head_dim,
     problem_candidates,
@@ -26,6 +25,7 @@ from fa_autotune.variants import (
     seed_configs,
     supported_variants,
     variant_spec,
+    whole_smem_bytes,
 )
 
 H200 = KNOWN_DEVICES["h200"]
@@ -120,44 +120,47 @@ def test_the_space_has_as_many_points_as_it_says(spec: VariantSpec) -> None:
 def test_the_default_passes_every_constraint_of_every_gpu(
     family: AttentionFamily, spec: VariantSpec, device: DeviceSpec
 ) -> None:
-    candidate = Candidate(family=family, variant=spec.variant, config=default_config(spec, family))
+    candidate = Candidate(family=family, variant=spec.variant, config=default_config(spec, family, device.arch))
     assert rejection(candidate, None, device) is None
 
 
-@given(families(), variant_specs())
-def test_the_default_fits_64_kilobytes(family: AttentionFamily, spec: VariantSpec) -> None:
-    assert forward_smem_bytes(family, default_config(spec, family)) <= 64 * 1024
+@given(families(), variant_specs(), devices())
+def test_the_default_fits_64_kilobytes(family: AttentionFamily, spec: VariantSpec, device: DeviceSpec) -> None:
+    assert whole_smem_bytes(family, default_config(spec, family, device.arch)) <= 64 * 1024
 
 
 @given(families(), variant_specs())
 def test_seeds_lie_in_the_search_space(family: AttentionFamily, spec: VariantSpec) -> None:
-    for config in seed_configs(spec, family):
+    for config in seed_configs(spec, family, H200.arch):
         rejected = spec.rejection(config, family=family, shape=None, device=H200)
         assert rejected is None or rejected.constraint != "search_space"
 
 
-@given(st.integers(8, 256))
-def test_head_dim_pieces_cover_the_head_dim_with_powers_of_two(head_dim: int) -> None:
-    pieces = head_dim_pieces(head_dim)
-    assert all(width >= 16 and width.bit_count() == 1 for width in pieces)
+@given(st.integers(8, 256), st.sampled_from([32, 64, 128, 256]))
+def test_head_dim_pieces_cover_the_head_dim_with_powers_of_two(head_dim: int, widest: int) -> None:
+    pieces = head_dim_pieces(head_dim, widest)
+    assert all(16 <= width <= widest and width.bit_count() == 1 for width in pieces)
     assert sum(pieces[:-1]) < head_dim <= sum(pieces)
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "pieces"),
+    ("head_dim", "widest", "pieces"),
     [
-        (8, (16,)),
-        (16, (16,)),
-        (40, (32, 16)),
-        (64, (64,)),
-        (96, (64, 32)),
-        (128, (128,)),
-        (192, (128, 64)),
-        (200, (256,)),
+        (8, 256, (16,)),
+        (16, 256, (16,)),
+        (40, 256, (32, 16)),
+        (64, 256, (64,)),
+        (96, 256, (64, 32)),
+        (128, 256, (128,)),
+        (128, 64, (64, 64)),
+        (192, 256, (128, 64)),
+        (200, 256, (256,)),
+        (80, 32, (32, 32, 16)),
+        (59, 32, (32, 32)),
     ],
 )
-def test_head_dim_pieces_are_the_narrowest_cover(head_dim: int, pieces: tuple[int, ...]) -> None:
-    assert (head_dim_pieces(head_dim), padded_head_dim(head_dim)) == (pieces, sum(pieces))
+def test_head_dim_pieces_are_the_narrowest_cover(head_dim: int, widest: int, pieces: tuple[int, ...]) -> None:
+    assert (head_dim_pieces(head_dim, widest), padded_head_dim(head_dim, widest)) == (pieces, sum(pieces))
 
 
 @given(families(), devices())
