@@ -14,6 +14,7 @@ from fa_autotune.records import Candidate, Role, TrialRecord, TrialStatus, Varia
 from fa_autotune.tuner import (
     ConfirmStarted,
     JobFinished,
+    JobStarted,
     ProblemFinished,
     ProblemStarted,
     TrialEnded,
@@ -224,7 +225,7 @@ def test_the_default_is_tried_first(database):
     evaluator = ReplayEvaluator(LANDSCAPE)
     run([LONG], evaluator, database)
     first = evaluator.screened[0][1]
-    assert first.config == default_config(variant_spec(LONG.family.kernel_pass, first.variant), LONG.family)
+    assert first.config == default_config(variant_spec(LONG.family.kernel_pass, first.variant), LONG.family, H200.arch)
 
 
 ODD = TmaFwdConfig(BLOCK_M=64, BLOCK_N=16, num_warps=2, num_stages=4, HEADS_PER_GROUP=16, STORE_BY_TMA=False)
@@ -477,7 +478,7 @@ def test_trials_of_another_kind_do_not_count_on_resume(changed, database):
 def test_known_failures_are_not_tried_again(database):
     session_id = database.begin_session(kind=SessionKind.TUNE, device=H200, toolchain=TOOLCHAIN)
     spec = variant_spec(LONG.family.kernel_pass, Variant.TMA)
-    candidate = Candidate(family=LONG.family, variant=Variant.TMA, config=default_config(spec, LONG.family))
+    candidate = Candidate(family=LONG.family, variant=Variant.TMA, config=default_config(spec, LONG.family, H200.arch))
     database.save_trial(session_id, failure(candidate, LONG, TrialStatus.CRASHED))
     evaluator = ReplayEvaluator(LANDSCAPE)
     run([LONG], evaluator, database)
@@ -491,7 +492,7 @@ def test_events_come_in_order(database):
     events = []
     run([LONG], ReplayEvaluator(LANDSCAPE), database, on_event=events.append)
     kinds = list(dict.fromkeys(type(event) for event in events))
-    assert kinds == [ProblemStarted, TrialEnded, ConfirmStarted, ProblemFinished, JobFinished]
+    assert kinds == [JobStarted, ProblemStarted, TrialEnded, ConfirmStarted, ProblemFinished, JobFinished]
 
 
 def test_each_record_is_in_the_database_when_its_event_comes(database):

@@ -7,6 +7,7 @@ from fa_autotune.tuner.events import (
     ConfirmedWinner,
     ConfirmStarted,
     JobFinished,
+    JobStarted,
     ProblemFinished,
     ProblemResult,
     ProblemStarted,
@@ -15,12 +16,13 @@ from fa_autotune.tuner.events import (
     TuneEvent,
     TuneSummary,
 )
-from fa_autotune.tuner.job import kernel_digest, tune
+from fa_autotune.tuner.job import tune
 
 __all__ = [
     "ConfirmStarted",
     "ConfirmedWinner",
     "JobFinished",
+    "JobStarted",
     "ProblemFinished",
     "ProblemResult",
     "ProblemStarted",
@@ -28,6 +30,5 @@ __all__ = [
     "TuneBudget",
     "TuneEvent",
     "TuneSummary",
-    "kernel_digest",
     "tune",
 ]

@@ -73,6 +73,16 @@ class TuneSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobStarted:
+    """The job begins."""
+
+    problems: tuple[AttentionProblem, ...]
+    device: DeviceSpec
+    toolchain: Toolchain
+    budget: TuneBudget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemStarted:
     """The search over a problem begins; `number` counts from 1 to `total`. `known`: trials it starts from."""
 
@@ -115,4 +125,4 @@ class JobFinished:
     summary: TuneSummary
 
 
-TuneEvent = ProblemStarted | TrialEnded | ConfirmStarted | ProblemFinished | JobFinished
+TuneEvent = JobStarted | ProblemStarted | TrialEnded | ConfirmStarted | ProblemFinished | JobFinished

@@ -13,14 +13,15 @@ from fa_autotune.config import KernelConfig
 from fa_autotune.database import SessionKind, SessionState, StoredTrial, TuningDatabase
 from fa_autotune.database.entries import JSON
 from fa_autotune.device import DeviceSpec, Toolchain
+from fa_autotune.dispatch import parse_triton_version, rendered_digest, shape_distance
 from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
-from fa_autotune.problem import AttentionFamily, AttentionProblem, AttentionShape
+from fa_autotune.problem import AttentionFamily, AttentionProblem
 from fa_autotune.records import Candidate, Evaluator, TrialRecord, TrialStatus, Variant
-from fa_autotune.render import render
 from fa_autotune.tuner.events import (
     ConfirmedWinner,
     ConfirmStarted,
     JobFinished,
+    JobStarted,
     ProblemFinished,
     ProblemResult,
     ProblemStarted,
@@ -39,11 +40,6 @@ MAX_FATAL_IN_A_ROW = 20
 _FATAL = (TrialStatus.CRASHED, TrialStatus.LAUNCH_FAILED)
 
 
-def kernel_digest(candidate: Candidate) -> str:
-    """The digest of the kernel that today's templates give."""
-    return render(candidate).digest
-
-
 def tune(
     problems: Sequence[AttentionProblem],
     *,
@@ -57,7 +53,7 @@ def tune(
     seed: int = 0,
     batch_size: int = BATCH_SIZE,
     on_event: Callable[[TuneEvent], None] = lambda event: None,
-    digest: Callable[[Candidate], str] = kernel_digest,
+    digest: Callable[[Candidate], str] = rendered_digest,
     clock: Callable[[], float] = time.monotonic,
 ) -> TuneSummary:
     """Search winners for problems on a device; every record is in the database before the next is asked for.
@@ -97,6 +93,7 @@ def tune(
     if not any(job.specs(problem.family, variants) for problem in distinct):
         raise UnsupportedError(_nothing_serves(distinct[0], variants, device, toolchain))
     with _session(job, SessionKind.TUNE, arguments) as job.session_id, quiet_optuna():
+        on_event(JobStarted(problems=tuple(distinct), device=device, toolchain=toolchain, budget=budget))
         summary = job.run(distinct, variants)
     on_event(JobFinished(summary=summary))
     return summary
@@ -105,8 +102,9 @@ def tune(
 def _nothing_serves(
     problem: AttentionProblem, variants: Collection[Variant] | None, device: DeviceSpec, toolchain: Toolchain
 ) -> str:
+    release = parse_triton_version(toolchain.triton)
     reasons = [
-        f"{spec.variant}: {spec.supports(problem.family, device.arch, triton_release(toolchain)) or 'not asked for'}"
+        f"{spec.variant}: {spec.supports(problem.family, device.arch, release) or 'not asked for'}"
         for spec in VARIANTS
         if spec.kernel_pass is problem.family.kernel_pass
     ]
@@ -155,7 +153,7 @@ class _Job:
         )
 
     def specs(self, family: AttentionFamily, variants: Collection[Variant] | None) -> list[VariantSpec]:
-        specs = supported_variants(family, self.device.arch, triton_release(self.toolchain))
+        specs = supported_variants(family, self.device.arch, parse_triton_version(self.toolchain.triton))
         return [spec for spec in specs if variants is None or spec.variant in variants]
 
     def _run_family(
@@ -233,13 +231,15 @@ class _Job:
             if winner.problem == problem:
                 elsewhere.append(winner.candidate.config)
             else:
-                neighbors.append((_distance(winner.problem.shape, problem.shape), winner.candidate.config))
+                neighbors.append(
+                    (shape_distance(winner.problem, problem, self.device.num_sms), winner.candidate.config)
+                )
         nearest = [config for _, config in sorted(neighbors, key=lambda pair: pair[0])]
         return [
-            default_config(spec, problem.family),
+            default_config(spec, problem.family, self.device.arch),
             *elsewhere,
             *list(dict.fromkeys(nearest))[:MAX_NEIGHBOR_WINNERS],
-            *seed_configs(spec, problem.family),
+            *seed_configs(spec, problem.family, self.device.arch),
         ]
 
     def _confirmed_before(self, search: ProblemSearch, last_ok: datetime | None) -> tuple[ConfirmedWinner, ...]:
@@ -281,13 +281,22 @@ class _Job:
             search = turns[0]
             turns.rotate(-1)
             for variant in search.variants.values():
-                variant.warm_start([*search.best_elsewhere(variant), *_best_of_siblings(variant, turns)])
+                variant.warm_start([*search.best_elsewhere(variant), *self._best_of_siblings(variant, turns)])
             batch = search.next_batch(self.batch_size)
             for variant in search.variants.values():
                 self._save_rejections(search, variant)
             if batch is not None:
                 return batch
         return None
+
+    def _best_of_siblings(self, variant: VariantSearch, searches: Iterable[ProblemSearch]) -> list[KernelConfig]:
+        """What is best so far on the nearest other problems of the family, in the same job."""
+        siblings = sorted(
+            (search for search in searches if search.problem != variant.problem),
+            key=lambda search: shape_distance(search.problem, variant.problem, self.device.num_sms),
+        )
+        bests = (search.variants[variant.spec.variant].best for search in siblings[:MAX_NEIGHBOR_WINNERS])
+        return list(dict.fromkeys(config for config in bests if config is not None))
 
     def _measure(self, batch: Batch) -> None:
         search, variant = batch.search, batch.variant
@@ -363,7 +372,7 @@ class _Job:
             times_ms = search.variants[first.variant].times_ms
             spec = search.variants[first.variant].spec
             screened_ms = times_ms.get(first.config)
-            default_ms = times_ms.get(default_config(spec, search.problem.family))
+            default_ms = times_ms.get(default_config(spec, search.problem.family, self.device.arch))
         elif not search.measured:
             note = "no time was left for it"
         else:
@@ -379,39 +388,12 @@ class _Job:
         )
 
 
-def triton_release(toolchain: Toolchain) -> tuple[int, int]:
-    """(major, minor) of a toolchain's Triton."""
-    major, minor = toolchain.triton.split(".")[:2]
-    return int(major), int(minor)
-
-
 def _time_ms(record: TrialRecord) -> float | None:
     return None if record.measurement is None else record.measurement.median_ms
 
 
 def _fastest_first(winners: Iterable[ConfirmedWinner]) -> tuple[ConfirmedWinner, ...]:
     return tuple(sorted(winners, key=lambda winner: winner.median_ms))
-
-
-def _distance(one: AttentionShape, other: AttentionShape) -> float:
-    """How unlike two shapes are: in doublings of length and of parallel work."""
-    work = [shape.batch_size * shape.num_q_heads * shape.seqlen_q for shape in (one, other)]
-    return (
-        abs(math.log2(one.seqlen_q / other.seqlen_q))
-        + abs(math.log2(one.seqlen_k / other.seqlen_k))
-        + 0.5 * abs(math.log2(work[0] / work[1]))
-        + 0.25 * abs(math.log2(one.gqa_group_size / other.gqa_group_size))
-    )
-
-
-def _best_of_siblings(variant: VariantSearch, searches: Iterable[ProblemSearch]) -> list[KernelConfig]:
-    """What is best so far on the nearest other problems of the family, in the same job."""
-    siblings = sorted(
-        (search for search in searches if search.problem != variant.problem),
-        key=lambda search: _distance(search.problem.shape, variant.problem.shape),
-    )
-    bests = (search.variants[variant.spec.variant].best for search in siblings[:MAX_NEIGHBOR_WINNERS])
-    return list(dict.fromkeys(config for config in bests if config is not None))
 
 
 @contextmanager
