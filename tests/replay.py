@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from hashlib import sha256
 
 from fa_autotune.config import config_key
@@ -74,6 +75,7 @@ class ReplayEvaluator:
         interrupt_after: int | None = None,
         interrupt_with: type[BaseException] = KeyboardInterrupt,
         confirm_failures: Callable[[Candidate], bool] = lambda candidate: False,
+        digest: Callable[[Candidate], str] = candidate_digest,
     ) -> None:
         self.landscape = landscape
         self.noise = noise
@@ -81,6 +83,7 @@ class ReplayEvaluator:
         self.interrupt_after = interrupt_after
         self.interrupt_with = interrupt_with
         self.confirm_failures = confirm_failures
+        self.digest = digest
         self.calls: list[str] = []
         self.prefetched: list[Candidate] = []
         self.screened: list[tuple[AttentionProblem, Candidate]] = []
@@ -124,14 +127,17 @@ class ReplayEvaluator:
         for time_ms, candidate in sorted(times, key=lambda pair: pair[0]):
             ranks[candidate.variant] = ranks.get(candidate.variant, 0) + 1
             records.append(success(candidate, problem, time_ms, Role.CONFIRM, rank=ranks[candidate.variant]))
-        return records + failed
+        return [self._digested(record) for record in records + failed]
 
     def record(self, candidate: Candidate, problem: AttentionProblem, role: Role) -> TrialRecord:
         """What this landscape says of a candidate."""
         truth = self.landscape(candidate, problem)
         if isinstance(truth, TrialStatus):
-            return failure(candidate, problem, truth)
-        return success(candidate, problem, self._noisy(truth, candidate, problem, role), role)
+            return self._digested(failure(candidate, problem, truth))
+        return self._digested(success(candidate, problem, self._noisy(truth, candidate, problem, role), role))
+
+    def _digested(self, record: TrialRecord) -> TrialRecord:
+        return replace(record, kernel_digest=self.digest(record.candidate))
 
     def _noisy(self, time_ms: float, candidate: Candidate, problem: AttentionProblem, role: Role) -> float:
         spread = self.noise if role is Role.SCREEN else self.noise / 10

@@ -1,0 +1,367 @@
+"""`fa-autotune tune`: search the fastest kernels for this machine's GPU, and show how it goes."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fa_autotune.config import config_label
+from fa_autotune.device import INTERPRETER_ARCH
+from fa_autotune.models import (
+    DEFAULT_SEQLENS,
+    DEFAULT_TOKENS,
+    KNOWN_MODELS,
+    paper_problems,
+    problems_for_model,
+    problems_from_hf_config,
+)
+from fa_autotune.problem import AttentionProblem, DType, Pass
+from fa_autotune.records import TrialStatus
+
+if TYPE_CHECKING:
+    from fa_autotune.tuner import ProblemResult, TuneEvent, TuneSummary
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+PLAIN_EVERY_S = 10.0
+TOP_REASONS = 3
+_PIPED_WIDTH = 200
+_DTYPES = {"bf16": DType.BFLOAT16, "fp16": DType.FLOAT16, "fp32": DType.FLOAT32}
+_INTERPRETER_BANNER = (
+    "There is no GPU that torch can use: this runs the same pipeline on Triton's interpreter, with tiny problems.\n"
+    "It checks that everything works. Its times say nothing about any GPU, and no GPU ever uses its results."
+)
+
+
+@click.command("tune")
+@click.option("--problem", "problem_texts", multiple=True, help="Such as 4x32x8x4096x4096x128,causal; may be repeated.")
+@click.option("--model", help=f"The problems of a model: {', '.join(KNOWN_MODELS)}.")
+@click.option("--hf-config", type=click.Path(path_type=Path), help="The problems of a transformers config.json.")
+@click.option("--paper", is_flag=True, help="The list that the published results are measured on.")
+@click.option("--missed", is_flag=True, help="What dispatch met on this device without a winner of its own.")
+@click.option(
+    "--seqlens",
+    help=f"Lengths for --model and --hf-config, such as 512,2048. [default: {','.join(map(str, DEFAULT_SEQLENS))}]",
+)
+@click.option(
+    "--batch-size",
+    type=click.IntRange(min=1),
+    help=f"Batch for --model and --hf-config. [default: {DEFAULT_TOKENS} tokens in all]",
+)
+@click.option("--dtype", type=click.Choice(list(_DTYPES)), help="For --model and --hf-config. [default: bf16]")
+@click.option("--passes", default="fwd", show_default=True, help="Kernels to tune, separated by commas: fwd.")
+@click.option("--trials", type=click.IntRange(min=1), help="Candidates measured per problem. [default: 96]")
+@click.option("--time-budget", help="For all problems together, such as 90s, 10m or 1h30m. [default: none]")
+@click.option("--gpu", "gpu_index", type=click.IntRange(min=0), help="Index of the GPU. [default: 0]")
+@click.option(
+    "--db", "db_path", type=click.Path(path_type=Path), help="The database. [default: FA_AUTOTUNE_DB, or yours]"
+)
+@click.option(
+    "--resume", is_flag=True, help="Go on with a job that was killed: what was tried counts, nothing is repeated."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the search.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document; progress goes to stderr.")
+@click.pass_context
+def tune_command(
+    ctx: click.Context,
+    /,
+    *,
+    gpu_index: int | None,
+    db_path: Path | None,
+    trials: int | None,
+    time_budget: str | None,
+    missed: bool,
+    resume: bool,
+    seed: int,
+    as_json: bool,
+    **named: Any,
+) -> None:
+    """Search the fastest kernels for this machine's GPU.
+
+    Without a problem it tunes a list of common ones. Every trial is stored as soon as it ends, so Ctrl-C loses nothing:
+    the same command with --resume goes on.
+    """
+    problems = _named_problems(**named)
+    from fa_autotune.jobs import TuneJob, parse_duration_s, tune_job
+    from fa_autotune.paths import database_path
+
+    job = TuneJob(
+        problems=tuple(problems),
+        missed=missed,
+        database=db_path or database_path(),
+        gpu_index=gpu_index,
+        trials=trials,
+        time_budget_s=None if time_budget is None else parse_duration_s(time_budget),
+        resume=resume,
+        seed=seed,
+    )
+    run: Callable[..., TuneSummary] = ctx.obj or tune_job
+    progress = _Progress()
+    try:
+        with _shown(progress) as on_event:
+            run(job, on_event=on_event)
+    except KeyboardInterrupt:
+        progress.state = "interrupted"
+    _print_document(progress, job.database) if as_json else _print_results(progress, job.database)
+    if progress.state == "interrupted":
+        ctx.exit(INTERRUPTED)
+    if not any(result.winners for result in progress.results):
+        ctx.exit(1)
+
+
+def _named_problems(
+    *,
+    problem_texts: tuple[str, ...],
+    model: str | None,
+    hf_config: Path | None,
+    paper: bool,
+    seqlens: str | None,
+    batch_size: int | None,
+    dtype: str | None,
+    passes: str,
+) -> list[AttentionProblem]:
+    kernel_passes = [_pass(word.strip()) for word in passes.split(",")]
+    if model is None and hf_config is None and (seqlens, batch_size, dtype) != (None, None, None):
+        raise click.UsageError("--seqlens, --batch-size and --dtype shape --model and --hf-config; name one of these")
+    options: dict[str, Any] = {
+        "seqlens": DEFAULT_SEQLENS if seqlens is None else _lengths(seqlens),
+        "batch_size": batch_size,
+        "dtype": _DTYPES[dtype or "bf16"],
+        "passes": kernel_passes,
+    }
+    problems = [AttentionProblem.parse(text) for text in problem_texts]
+    if model is not None:
+        problems += problems_for_model(model, **options)
+    if hf_config is not None:
+        problems += problems_from_hf_config(hf_config, **options)
+    return problems + (paper_problems() if paper else [])
+
+
+def _pass(word: str) -> Pass:
+    try:
+        return Pass(word)
+    except ValueError:
+        raise click.BadParameter(f"{word!r} is not one of: {', '.join(Pass)}", param_hint="--passes") from None
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not lengths like 512,2048", param_hint="--seqlens") from None
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class _Progress:
+    """What a person wants to know while a job runs, from its events."""
+
+    clock: Callable[[], float] = time.monotonic
+    state: str = "finished"
+    device: str = ""
+    interpreted: bool = False
+    results: "list[ProblemResult]" = field(default_factory=list)
+    total: int = 0
+    time_budget_s: float | None = None
+    started_s: float = 0.0
+    remaining: dict[AttentionProblem, int] = field(default_factory=dict)
+    current: AttentionProblem | None = None
+    best_ms: float | None = None
+    statuses: Counter[TrialStatus] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    confirming: int = 0
+
+    def take(self, event: "TuneEvent") -> None:
+        """Note an event."""
+        from fa_autotune.tuner import ConfirmStarted, JobStarted, ProblemFinished, ProblemStarted, TrialEnded
+
+        match event:
+            case JobStarted():
+                self.device, self.total = event.device.name, len(event.problems)
+                self.interpreted = event.device.arch == INTERPRETER_ARCH
+                self.time_budget_s, self.started_s = event.budget.time_s, self.clock()
+                self.remaining = dict.fromkeys(event.problems, event.budget.trials)
+            case ProblemStarted():
+                self.remaining[event.problem] = event.trials
+            case TrialEnded():
+                self.current, self.best_ms, self.confirming = event.record.problem, event.best_ms, 0
+                status = event.record.status
+                self.statuses[status] += 1
+                if status is not TrialStatus.OK:
+                    self.reasons[event.record.constraint or status.value] += 1
+                if status is not TrialStatus.REJECTED:
+                    self.remaining[self.current] -= 1
+            case ConfirmStarted():
+                self.current, self.confirming = event.problem, len(event.finalists)
+            case ProblemFinished():
+                self.results.append(event.result)
+                self.remaining[event.result.problem] = 0
+
+    @property
+    def evaluated(self) -> int:
+        """Candidates that were compiled, and run where that went well."""
+        return self.statuses.total() - self.statuses[TrialStatus.REJECTED]
+
+    def time_left_s(self) -> float | None:
+        """A guess from the pace so far, at most what the time budget leaves; None before anything was measured."""
+        elapsed_s = self.clock() - self.started_s
+        left = [] if self.time_budget_s is None else [max(0.0, self.time_budget_s - elapsed_s)]
+        if self.evaluated:
+            left.append(elapsed_s / self.evaluated * sum(max(0, trials) for trials in self.remaining.values()))
+        return min(left, default=None)
+
+    def line(self) -> str:
+        """Everything in one line."""
+        ok = self.statuses[TrialStatus.OK]
+        parts = [f"{len(self.results)}/{self.total} problems done"]
+        parts.append(f"{self.statuses.total()} tried, {ok} measured, {self.statuses.total() - ok} rejected")
+        if self.reasons:
+            parts[-1] += f" ({', '.join(f'{name} {count}' for name, count in self.reasons.most_common(TOP_REASONS))})"
+        if self.current is not None:
+            doing = (
+                f"confirming {self.confirming}" if self.confirming else f"best {self.speed(self.current, self.best_ms)}"
+            )
+            parts.append(f"{self.current.label}: {doing}")
+        left_s = self.time_left_s()
+        return "; ".join(parts if left_s is None else [*parts, f"about {_duration(left_s)} left"])
+
+    def speed(self, problem: AttentionProblem, time_ms: float | None) -> str:
+        """Milliseconds and TFLOP/s; of the interpreter only the former."""
+        if time_ms is None:
+            return "none yet"
+        tflops = "" if self.interpreted else f" ({problem.flops / time_ms / 1e9:.0f} TFLOP/s)"
+        return f"{time_ms:.4g} ms{tflops}"
+
+
+@contextmanager
+def _shown(progress: _Progress) -> "Iterator[Callable[[TuneEvent], None]]":
+    """Show progress on stderr while the block runs: live on a terminal, else a line now and then."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    from fa_autotune.tuner import JobStarted, ProblemFinished
+
+    console = Console(stderr=True, highlight=False)
+    live = Live(Text(""), console=console, transient=True, refresh_per_second=4) if console.is_terminal else None
+    last_line_s = progress.clock()
+
+    def on_event(event: "TuneEvent") -> None:
+        nonlocal last_line_s
+        progress.take(event)
+        if isinstance(event, JobStarted):
+            _say(console, _INTERPRETER_BANNER if progress.interpreted else f"Tuning for {progress.device}.")
+        elif isinstance(event, ProblemFinished):
+            _say(console, f"[{len(progress.results)}/{progress.total}] {_outcome(progress, event.result)}")
+        if live is not None:
+            live.update(Text(progress.line()))
+        elif progress.clock() - last_line_s >= PLAIN_EVERY_S:
+            last_line_s = progress.clock()
+            _say(console, progress.line())
+
+    if live is None:
+        yield on_event
+    else:
+        with live:
+            yield on_event
+
+
+def _say(console: Any, text: str) -> None:
+    """A line as it is: no markup, no wrapping to the width of a pipe."""
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def _outcome(progress: _Progress, result: "ProblemResult") -> str:
+    if not result.winners:
+        return f"{result.problem.label}: {result.note}"
+    best = result.winners[0]
+    words = [f"{result.problem.label}: {progress.speed(result.problem, best.median_ms)}"]
+    words.append(f"{best.candidate.variant} {config_label(best.candidate.config)}")
+    if result.default_ratio is not None and not progress.interpreted:
+        words.append(f"{result.default_ratio:.2f}× the default's speed")
+    return ", ".join([*words, result.note] if result.note else words)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def _print_results(progress: _Progress, database: Path | None) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(width=_PIPED_WIDTH, highlight=False)
+    table = Table("problem", "variant", "config", "ms", "TFLOP/s", "vs default", box=box.SIMPLE_HEAD)
+    for result in progress.results:
+        table.add_row(*_row(progress, result))
+    if progress.results:
+        console.print(table)
+    _say(console, _closing(progress, database))
+
+
+def _row(progress: _Progress, result: "ProblemResult") -> list[str]:
+    if not result.winners:
+        return [result.problem.label, "–", result.note or "", "–", "–", "–"]
+    best = result.winners[0]
+    speed = ["–", "–"]
+    if not progress.interpreted:
+        speed[0] = f"{result.problem.flops / best.median_ms / 1e9:.0f}"
+        speed[1] = "–" if result.default_ratio is None else f"{result.default_ratio:.2f}×"
+    label = config_label(best.candidate.config)
+    return [result.problem.label, best.candidate.variant, label, f"{best.median_ms:.4g}", *speed]
+
+
+def _closing(progress: _Progress, database: Path | None) -> str:
+    won = sum(bool(result.winners) for result in progress.results)
+    text = f"{won} of {progress.total} problems have winners in {database}; {progress.evaluated} candidates were tried."
+    if progress.state == "interrupted":
+        text = f"Interrupted. {text} They are usable now; the same command with --resume goes on and repeats nothing."
+    elif progress.interpreted:
+        text += " The pipeline works; with a GPU the same command tunes it."
+    return text
+
+
+def _print_document(progress: _Progress, database: Path | None) -> None:
+    from fa_autotune.database import to_json
+
+    results = [
+        {
+            **_object(to_json(result)),
+            "label": result.problem.label,
+            "default_ratio": result.default_ratio,
+            "tflops": None
+            if progress.interpreted or not result.winners
+            else result.problem.flops / result.winners[0].median_ms / 1e9,
+        }
+        for result in progress.results
+    ]
+    document = {
+        "state": progress.state,
+        "device": progress.device,
+        "interpreted": progress.interpreted,
+        "database": str(database),
+        "problems": progress.total,
+        "evaluated": progress.evaluated,
+        "statuses": {status.value: count for status, count in sorted(progress.statuses.items())},
+        "results": results,
+    }
+    click.echo(json.dumps(document, indent=2))
+
+
+def _object(value: Any) -> dict[str, Any]:
+    assert isinstance(value, dict)
+    return value

@@ -1,0 +1,194 @@
+"""The composition root of tuning: finds the device, opens the database and the evaluator, and runs the search.
+
+Without a GPU the same pipeline runs on Triton's interpreter: a check that it works, which says nothing about speed. Its
+results are stored under the device `interpreter`, which no GPU ever uses.
+"""
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from fa_autotune.database import TuningDatabase
+from fa_autotune.device import INTERPRETER, INTERPRETER_ARCH, DeviceSpec, Toolchain
+from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
+from fa_autotune.models import default_problems, problems_for_model, tiny_problems
+from fa_autotune.paths import database_path
+from fa_autotune.problem import AttentionProblem, DType
+from fa_autotune.records import Evaluator, Variant
+from fa_autotune.tuner import TuneBudget, TuneEvent, TuneSummary
+from fa_autotune.tuner import tune as search
+
+DEFAULT_TRIALS, DEFAULT_FINALISTS = 96, 8
+INTERPRETER_TRIALS, INTERPRETER_FINALISTS = 8, 2
+MAX_INTERPRETED_PAIRS = 2**18  # (query, key) pairs over all heads: some seconds per launch
+
+
+class OpenEvaluator(Evaluator, Protocol):
+    """An evaluator that knows its toolchain."""
+
+    @property
+    def toolchain(self) -> Toolchain:
+        """What compiles and runs its kernels."""
+        ...
+
+
+OpensEvaluator = Callable[[DeviceSpec, int | None], AbstractContextManager[OpenEvaluator]]
+FindsDevice = Callable[[int | None], tuple[DeviceSpec, int | None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneJob:
+    """What is to be tuned, and where.
+
+    `problems` empty: the device's default list, or with `missed` those that dispatch met without a winner of their own.
+    `database` None: the user's. `gpu_index` None: the first GPU, or the interpreter where there is none. `trials` per
+    problem and `finalists` None: 96 and 8 on a GPU. `time_budget_s`: for all problems together.
+    """
+
+    problems: tuple[AttentionProblem, ...] = ()
+    missed: bool = False
+    database: Path | None = None
+    gpu_index: int | None = None
+    trials: int | None = None
+    finalists: int | None = None
+    time_budget_s: float | None = None
+    variants: Collection[Variant] | None = None
+    resume: bool = False
+    seed: int = 0
+
+    def budget(self, device: DeviceSpec) -> TuneBudget:
+        """The budget on a device, defaults filled in."""
+        interpreted = device.arch == INTERPRETER_ARCH
+        trials, finalists = (
+            (INTERPRETER_TRIALS, INTERPRETER_FINALISTS) if interpreted else (DEFAULT_TRIALS, DEFAULT_FINALISTS)
+        )
+        return TuneBudget(
+            trials=trials if self.trials is None else self.trials,
+            finalists=finalists if self.finalists is None else self.finalists,
+            time_s=self.time_budget_s,
+        )
+
+
+def find_device(gpu_index: int | None) -> tuple[DeviceSpec, int | None]:
+    """The device to tune and its index; the interpreter has none. FaAutotuneError if a GPU is named and not there."""
+    from fa_autotune.launch import live_device  # noqa: PLC0415  imports torch
+
+    try:
+        device = live_device(gpu_index or 0)
+    except FaAutotuneError:
+        if gpu_index is not None:
+            raise
+        device = INTERPRETER
+    if device.arch != INTERPRETER_ARCH:
+        return device, gpu_index or 0
+    if gpu_index is not None:
+        raise FaAutotuneError(f"GPU {gpu_index} asked for, but TRITON_INTERPRET=1 interprets kernels; unset it")
+    return device, None
+
+
+def local_evaluator(device: DeviceSpec, device_index: int | None) -> AbstractContextManager[OpenEvaluator]:
+    """The evaluator of this machine."""
+    from fa_autotune.evaluate import LocalEvaluator  # noqa: PLC0415  imports torch
+
+    return LocalEvaluator(device=device, device_index=device_index)
+
+
+def tune_job(
+    job: TuneJob,
+    *,
+    on_event: Callable[[TuneEvent], None] = lambda event: None,
+    find: FindsDevice = find_device,
+    open_evaluator: OpensEvaluator = local_evaluator,
+) -> TuneSummary:
+    """Run a job; `find` and `open_evaluator` are for tests."""
+    device, device_index = find(job.gpu_index)
+    with TuningDatabase(job.database or database_path()) as database:
+        problems = _problems(job, device, database)
+        with open_evaluator(device, device_index) as evaluator:
+            summary = search(
+                problems,
+                evaluator=evaluator,
+                database=database,
+                device=device,
+                toolchain=evaluator.toolchain,
+                budget=job.budget(device),
+                variants=job.variants,
+                resume=job.resume,
+                seed=job.seed,
+                on_event=on_event,
+            )
+        for result in summary.results:
+            if result.winners:
+                database.clear_misses(device=device, problem=result.problem)
+    return summary
+
+
+def tune(
+    problems: Sequence[AttentionProblem | str] = (),
+    *,
+    model: str | None = None,
+    trials: int | None = None,
+    time_budget: str | None = None,
+    gpu: int | None = None,
+    database: Path | str | None = None,
+    resume: bool = False,
+    seed: int = 0,
+    on_event: Callable[[TuneEvent], None] = lambda event: None,
+) -> TuneSummary:
+    """Tune problems (or a model's, or this GPU's default list) and store the winners; see `TuneJob`.
+
+    A problem may be its short text, such as `4x32x8x4096x4096x128,causal`; `time_budget` is such as `10m`. Attention
+    that this process has decided already keeps its kernels until it starts again.
+    """
+    named = [AttentionProblem.parse(problem) if isinstance(problem, str) else problem for problem in problems]
+    if model is not None:
+        named += problems_for_model(model)
+    job = TuneJob(
+        problems=tuple(named),
+        database=None if database is None else Path(database),
+        gpu_index=gpu,
+        trials=trials,
+        time_budget_s=None if time_budget is None else parse_duration_s(time_budget),
+        resume=resume,
+        seed=seed,
+    )
+    return tune_job(job, on_event=on_event)
+
+
+def parse_duration_s(text: str) -> float:
+    """Seconds of `90s`, `10m`, `1h` or `1h30m`; a bare number is refused, since its unit would be a guess."""
+    match = re.fullmatch(r"(?=.)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip().lower())
+    seconds = (
+        0
+        if match is None
+        else sum(int(part or 0) * unit for part, unit in zip(match.groups(), (3600, 60, 1), strict=True))
+    )
+    if seconds <= 0:
+        raise FaAutotuneError(f"{text!r} is no duration; write it with its unit, such as 90s, 10m or 1h30m")
+    return float(seconds)
+
+
+def _problems(job: TuneJob, device: DeviceSpec, database: TuningDatabase) -> list[AttentionProblem]:
+    problems = list(job.problems)
+    if job.missed:
+        problems += [miss.problem for miss in database.misses(device=device)]
+        if not problems:
+            raise InvalidProblemError(
+                f"no miss is recorded for {device.name}: either every call had a winner of its own, or the process "
+                "that called attention has not ended yet"
+            )
+    if device.arch != INTERPRETER_ARCH:
+        # Triton has no bfloat16 matrix products before sm_80.
+        return problems or default_problems(DType.FLOAT16 if device.arch == "sm_75" else DType.BFLOAT16)
+    for problem in problems:
+        pairs = problem.visible_pairs * problem.shape.batch_size * problem.shape.num_q_heads
+        if pairs > MAX_INTERPRETED_PAIRS:
+            raise UnsupportedError(
+                f"there is no GPU that torch can use, and {problem.label} has {pairs:.1e} query-key pairs: Triton's "
+                f"interpreter would need hours (at most {MAX_INTERPRETED_PAIRS} here); `fa-autotune doctor` says what "
+                "is missing, and without problems a tiny list checks the pipeline"
+            )
+    return problems or tiny_problems()
