@@ -5,7 +5,7 @@ reject what cannot work before it is compiled; the compiled kernel's own figures
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
 
@@ -74,6 +74,16 @@ class VariantSpec:
             if reason := check(family, shape, config, device):
                 return Rejected(constraint=name, reason=reason)
         return None
+
+    def domain(self, family: AttentionFamily, device: DeviceSpec) -> tuple[Knob, ...]:
+        """The knobs with the values that can ever pass on a family and device: what a search should draw from."""
+        base = default_config(self, family, device.arch)
+
+        def usable(knob: Knob, value: KnobValue) -> bool:
+            config = replace(base, **{knob.name: value})  # type: ignore[arg-type]
+            return all(check(family, None, config, device) is None for check in _ONE_KNOB_CHECKS)
+
+        return tuple(replace(knob, values=tuple(v for v in knob.values if usable(knob, v))) for knob in self.knobs)
 
     def size(self) -> int:
         """Number of points in the search space, before constraints."""
@@ -181,8 +191,9 @@ def seed_configs(spec: VariantSpec, family: AttentionFamily, arch: str) -> list[
 
 
 def _piece(family: AttentionFamily, widest: int) -> int:
-    """The HEAD_DIM_PIECE that stands for `widest`: 256 where no head dim is wider."""
-    return widest if widest < max(family.head_dim, family.head_dim_v) else 256
+    """The HEAD_DIM_PIECE that stands for `widest`: 256 where it cuts both head dims into the same pieces."""
+    dims = (family.head_dim, family.head_dim_v)
+    return 256 if all(head_dim_pieces(dim, widest) == head_dim_pieces(dim) for dim in dims) else widest
 
 
 # --- constraints ------------------------------------------------------------------------------------------------------
@@ -210,8 +221,13 @@ def _rows_per_warp(
 def _head_dim_piece(
     family: AttentionFamily, shape: AttentionShape | None, config: KernelConfig, device: DeviceSpec
 ) -> str | None:
+    narrow_products = multiplies_by_warp(device.arch) or multiplies_by_fma(family, device.arch)
+    if config.HEAD_DIM_PIECE < 128 and not narrow_products:
+        return f"HEAD_DIM_PIECE={config.HEAD_DIM_PIECE} would leave {device.arch}'s wide matrix instructions half empty"
     if _piece(family, config.HEAD_DIM_PIECE) != config.HEAD_DIM_PIECE:
-        return f"HEAD_DIM_PIECE={config.HEAD_DIM_PIECE} cuts no head dim of {family.label}: the same kernel as 256"
+        return (
+            f"HEAD_DIM_PIECE={config.HEAD_DIM_PIECE} cuts {family.label} into the same pieces as 256: the same kernel"
+        )
     return None
 
 
@@ -290,6 +306,9 @@ def _row_sums(
         return f"ROW_SUM_LANES={config.ROW_SUM_LANES} needs BLOCK_N of at least 32, not {config.BLOCK_N}"
     return None
 
+
+# Checks that look at one knob only: a value that fails them never passes on that family and device.
+_ONE_KNOB_CHECKS: tuple[Check, ...] = (_register_cap, _head_dim_piece)
 
 _FORWARD_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
     ("threads", _threads),
