@@ -329,7 +329,8 @@ def _closing(progress: _Progress, database: Path | None) -> str:
     won = sum(bool(result.winners) for result in progress.results)
     text = f"{won} of {progress.total} problems have winners in {database}; {progress.evaluated} candidates were tried."
     if progress.state == "interrupted":
-        text = f"Interrupted. {text} They are usable now; the same command with --resume goes on and repeats nothing."
+        usable = "The winners are usable now; the" if won else "The"
+        text = f"Interrupted. {text} {usable} same command with --resume goes on and repeats nothing."
     elif progress.interpreted:
         text += " The pipeline works; with a GPU the same command tunes it."
     return text
