@@ -5,16 +5,16 @@ is ever tuned here, and nothing is compiled or synchronised inside a CUDA-graph 
 """
 
 import logging
-import math
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fa_autotune.dispatch import Dispatcher
+from fa_autotune.dispatch import Dispatcher, decide, rendered_digest
 from fa_autotune.errors import InvalidProblemError, LaunchError, UnsupportedError
 from fa_autotune.launch import LoadedKernel, live_device, live_toolchain, load_kernel
 from fa_autotune.paths import interpreting
@@ -30,12 +30,15 @@ from fa_autotune.records import Candidate
 from fa_autotune.reference import TORCH_DTYPES, attention_reference
 
 MAX_REMEMBERED_CALLS = 16_384  # a stream of ever new lengths must not fill memory
+MIN_SCALE, MAX_SCALE = 2.0**-125, 2.0**127  # times log2(e), still a normal fp32 number
 
 _DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 _logger = logging.getLogger("fa_autotune")
 _lock = threading.RLock()
 _calls: dict[tuple[Any, ...], LoadedKernel] = {}
 _kernels: dict[tuple[int, Candidate], LoadedKernel] = {}
+_dispatchers: dict[int, Dispatcher] = {}
+_INTERPRETER_INDEX = -1  # in place of a GPU's index
 
 
 def attention(
@@ -76,7 +79,7 @@ def attention(
     release does not serve (all that is not described above), before any kernel runs.
     """
     _refuse_unsupported(
-        window_size=(tuple(window_size) != (-1, -1), "a sliding window"),
+        window_size=(window_size not in ((-1, -1), [-1, -1]), "a sliding window; (-1, -1) is none"),
         softcap=(softcap != 0.0, "a cap on the scores"),
         alibi_slopes=(alibi_slopes is not None, "ALiBi"),
         attn_mask=(attn_mask is not None, "an arbitrary mask; causal=True needs none"),
@@ -89,9 +92,12 @@ def attention(
         v_scale=(v_scale is not None, "8-bit inputs"),
     )
     if backend not in ("generated", "reference"):
-        raise InvalidProblemError(f'backend={backend!r} is not "generated" or "reference"')
+        raise InvalidProblemError(f'backend={backend!r} is not "generated" or "reference"; leave it out for kernels')
     if layout not in ("bshd", "bhsd"):
-        raise InvalidProblemError(f'layout={layout!r} is not "bshd" or "bhsd"')
+        raise InvalidProblemError(
+            f'layout={layout!r} is not "bshd" (batch, seqlen, heads, head_dim) or "bhsd" (heads before seqlen)'
+        )
+    _check_kinds(q, k, v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise UnsupportedError(
             "attention has no backward in this release, but q, k or v requires a gradient; call it under "
@@ -112,14 +118,20 @@ def warmup(problems: Iterable[AttentionProblem | str], *, device: torch.device |
     """
     index = _device_index(device)
     for problem in problems:
-        parsed = AttentionProblem.parse(problem) if isinstance(problem, str) else problem
-        _kernel(parsed, index)
+        _kernel(_as_called(problem), index)
 
 
 def explain(problem: AttentionProblem | str, *, device: torch.device | str | int | None = None) -> str:
     """Which kernel would run a problem on a GPU, where that decision comes from, and why, as text."""
-    parsed = AttentionProblem.parse(problem) if isinstance(problem, str) else problem
-    return _dispatcher(_device_index(device)).decide(parsed).describe()
+    asked = _dispatcher(_device_index(device))
+    decision = decide(  # not asked.decide, which counts a problem without a winner as one that ran
+        _as_called(problem),
+        device=asked.device,
+        triton_version=asked.triton_version,
+        snapshot=asked.snapshot,
+        digest_of=rendered_digest,
+    )
+    return decision.describe()
 
 
 def flush_misses() -> int:
@@ -149,28 +161,34 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float | None, *, bshd: bool, generated: bool
 ) -> tuple[Tensor, Tensor]:
     """Forward of (batch, heads, seqlen, head_dim) tensors; `bshd` says how the output lies in memory."""
-    if generated and q.is_cuda and q.device == k.device == v.device:
-        key = (q.device.index, q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape, causal, access_of(q, k, v))
+    scale = None if softmax_scale is None else _as_scale(softmax_scale)
+    if scale is not None and not MIN_SCALE <= scale <= MAX_SCALE:
+        _check_tensors(q, k, v)
+        q, scale = _with_positive_scale(q, scale)
+    key, kernel = None, None
+    if generated and q.device == k.device == v.device and _runs_kernels(q):
+        key = (q.device, q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape, causal, access_of(q, k, v))
         kernel = _calls.get(key)
-    else:
-        key, kernel = None, None
     if kernel is None:
         _check_tensors(q, k, v)
-    scale = q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    if not scale > 0.0 or math.isinf(scale):
-        q, scale = _with_positive_scale(q, scale)
-        key, kernel = None, None
+    if scale is None:
+        scale = q.shape[3] ** -0.5
     out, lse = _allocate(q, v, bshd)
     if kernel is None:
         if out.numel() == 0:
             return out, lse
         if k.shape[2] == 0:
             return out.zero_(), lse.fill_(float("-inf"))
-        if not generated or (q.device.type == "cpu" and not interpreting()):
+        if key is None:
             return _reference(q, k, v, out, lse, scale, causal, told=not generated)
-        kernel = _kernel_of_call(q, k, v, causal, key)
+        kernel = _kernel_of_call(q, k, v, causal)
+        _remember(key, kernel)
     kernel(q, k, v, out, lse, scale, k.shape[2] - q.shape[2] if kernel.candidate.family.bounded_right else None)
     return out, lse
+
+
+def _runs_kernels(q: Tensor) -> bool:
+    return q.is_cuda or (q.device.type == "cpu" and interpreting())
 
 
 def _allocate(q: Tensor, v: Tensor, bshd: bool) -> tuple[Tensor, Tensor]:
@@ -183,7 +201,7 @@ def _allocate(q: Tensor, v: Tensor, bshd: bool) -> tuple[Tensor, Tensor]:
     return torch.empty((batch_size, num_q_heads, seqlen_q, head_dim_v), dtype=q.dtype, device=q.device), lse
 
 
-def _kernel_of_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, key: tuple[Any, ...] | None) -> LoadedKernel:
+def _kernel_of_call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> LoadedKernel:
     shape = AttentionShape(
         batch_size=q.shape[0],
         num_q_heads=q.shape[1],
@@ -191,21 +209,30 @@ def _kernel_of_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, key: tuple[An
         seqlen_q=q.shape[2],
         seqlen_k=k.shape[2],
     )
-    dtype = _DTYPES[q.dtype]
     family = AttentionFamily(
-        dtype=dtype,
+        dtype=_DTYPES[q.dtype],
         head_dim=q.shape[3],
         head_dim_v=v.shape[3],
-        bounded_right=causal and shape.seqlen_q > 1,  # a single row, bottom-right, sees every key
+        bounded_right=causal,
         access=access_of(q, k, v),
     )
-    kernel = _kernel(AttentionProblem(family=family, shape=shape), q.device.index if q.is_cuda else -1)
-    if key is not None:
-        with _lock:
-            while len(_calls) >= MAX_REMEMBERED_CALLS:
-                del _calls[next(iter(_calls))]
-            _calls[key] = kernel
-    return kernel
+    problem = _as_called(AttentionProblem(family=family, shape=shape))
+    return _kernel(problem, q.device.index if q.is_cuda else _INTERPRETER_INDEX)
+
+
+def _remember(key: tuple[Any, ...], kernel: LoadedKernel) -> None:
+    with _lock:
+        while len(_calls) >= MAX_REMEMBERED_CALLS:
+            del _calls[next(iter(_calls))]
+        _calls[key] = kernel
+
+
+def _as_called(problem: AttentionProblem | str) -> AttentionProblem:
+    """The problem that `attention` asks for: a single row, bottom-right, sees every key and needs no bound."""
+    parsed = AttentionProblem.parse(problem) if isinstance(problem, str) else problem
+    if parsed.shape.seqlen_q > 1 or not parsed.family.bounded_right:
+        return parsed
+    return replace(parsed, family=replace(parsed.family, bounded_right=False))
 
 
 def _kernel(problem: AttentionProblem, index: int) -> LoadedKernel:
@@ -223,9 +250,6 @@ def _kernel(problem: AttentionProblem, index: int) -> LoadedKernel:
         return kernel
 
 
-_dispatchers: dict[int, Dispatcher] = {}
-
-
 def _dispatcher(index: int) -> Dispatcher:
     with _lock:
         found = _dispatchers.get(index)
@@ -237,22 +261,27 @@ def _dispatcher(index: int) -> Dispatcher:
 
 def _device_index(device: torch.device | str | int | None) -> int:
     if interpreting():
-        return -1
-    if device is None:
-        return torch.cuda.current_device() if torch.cuda.is_available() else 0
-    chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        return _INTERPRETER_INDEX
+    try:
+        chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+    except (RuntimeError, TypeError) as error:
+        raise InvalidProblemError(f"device={device!r} is no device: {error}; write it like cuda:0") from None
     if chosen.type != "cuda":
-        raise InvalidProblemError(f"device={device!r} is no GPU; kernels run on cuda devices")
-    return torch.cuda.current_device() if chosen.index is None else chosen.index
+        raise InvalidProblemError(f"device={device!r} is no GPU; kernels run on cuda devices, such as cuda:0")
+    if chosen.index is not None:
+        return chosen.index
+    return torch.cuda.current_device() if torch.cuda.is_available() else 0
 
 
 def _reference(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool, *, told: bool
 ) -> tuple[Tensor, Tensor]:
     if not told:
-        _tell_of_reference()
+        with _lock:  # once, however many threads come first
+            _tell_of_reference()
     diagonal = k.shape[2] - q.shape[2] if causal else None
-    result, result_lse = attention_reference(q, k, v, softmax_scale=scale, diagonal=diagonal)
+    with torch.autocast(q.device.type, enabled=False):  # it would round the reference's products
+        result, result_lse = attention_reference(q, k, v, softmax_scale=scale, diagonal=diagonal)
     return out.copy_(result), lse.copy_(result_lse)
 
 
@@ -264,11 +293,18 @@ def _tell_of_reference() -> None:
     )
 
 
+def _as_scale(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidProblemError(f"softmax_scale={value!r} is not a number; None means 1/sqrt(head_dim)") from None
+
+
 def _with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Kernels fold the scale into the exponent, where it must be positive: move a sign, or a zero, into q."""
-    if not math.isfinite(scale):
-        raise InvalidProblemError(f"softmax_scale={scale} is not finite; None means 1/sqrt(head_dim)")
-    return (q.neg(), -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
+    """Kernels fold the scale into an fp32 exponent, where it must be positive: move a sign, or a zero, into q."""
+    if not abs(scale) <= MAX_SCALE:
+        raise InvalidProblemError(f"softmax_scale={scale} is not finite in float32; None means 1/sqrt(head_dim)")
+    return (torch.zeros_like(q), 1.0) if abs(scale) < MIN_SCALE else (q.neg(), -scale)
 
 
 def _refuse_unsupported(**arguments: tuple[bool, str]) -> None:
@@ -277,11 +313,23 @@ def _refuse_unsupported(**arguments: tuple[bool, str]) -> None:
             raise UnsupportedError(f"{name} ({meaning}) is not served by this release of fa_autotune; leave it out")
 
 
+def _check_kinds(q: Any, k: Any, v: Any) -> None:
+    """What must hold before a tensor's dimensions and strides can be read."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise InvalidProblemError(f"{name} is a {type(tensor).__name__}, attention takes torch tensors; convert it")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise InvalidProblemError(f"{name} is a sparse or nested tensor, attention takes dense ones; convert it")
+        if tensor.ndim != 4:
+            raise InvalidProblemError(
+                f"{name} has shape {tuple(tensor.shape)}, attention takes 4 dimensions: batch, seqlen, heads, head_dim "
+                '(layout="bhsd": heads before seqlen); add what is missing with unsqueeze'
+            )
+
+
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """All rules of q, k and v in (batch, heads, seqlen, head_dim) order; InvalidProblemError names the first broken."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.ndim != 4:
-            raise InvalidProblemError(f"{name} has shape {tuple(tensor.shape)}, attention takes 4 dimensions")
         if tensor.dtype not in _DTYPES:
             known = ", ".join(str(dtype) for dtype in _DTYPES)
             raise InvalidProblemError(f"{name} is {tensor.dtype}, attention takes {known}; cast it")
