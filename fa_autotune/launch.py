@@ -6,6 +6,7 @@ wrongly: a lock and a shim see to both.
 """
 
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -133,8 +134,9 @@ def _interpreted(module: ModuleType) -> Callable[[tuple[int, ...], tuple[Any, ..
     install_interpreter_shim()
 
     def run(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
-        # log2(0) and inf − inf are defined results in a kernel; numpy would warn of them.
-        with _interpreter_lock, numpy.errstate(all="ignore"):
+        # log2(0) and inf − inf are defined results in a kernel; numpy would warn of them, and of Triton 3.6.
+        with _interpreter_lock, numpy.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0", DeprecationWarning)
             module.KERNEL[grid](*arguments)
 
     return run
