@@ -11,17 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from fa_autotune.cli.problem_options import named_problems, problem_options
 from fa_autotune.config import config_label
 from fa_autotune.device import INTERPRETER_ARCH
-from fa_autotune.models import (
-    DEFAULT_SEQLENS,
-    DEFAULT_TOKENS,
-    KNOWN_MODELS,
-    paper_problems,
-    problems_for_model,
-    problems_from_hf_config,
-)
-from fa_autotune.problem import AttentionProblem, DType, Pass
+from fa_autotune.problem import AttentionProblem, Pass
 from fa_autotune.records import TrialStatus
 
 if TYPE_CHECKING:
@@ -31,7 +24,6 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 PLAIN_EVERY_S = 10.0
 TOP_REASONS = 3
 _PIPED_WIDTH = 200
-_DTYPES = {"bf16": DType.BFLOAT16, "fp16": DType.FLOAT16, "fp32": DType.FLOAT32}
 _INTERPRETER_BANNER = (
     "There is no GPU that torch can use: this runs the same pipeline on Triton's interpreter, with tiny problems.\n"
     "It checks that everything works. Its times say nothing about any GPU, and no GPU ever uses its results."
@@ -39,21 +31,8 @@ _INTERPRETER_BANNER = (
 
 
 @click.command("tune")
-@click.option("--problem", "problem_texts", multiple=True, help="Such as 4x32x8x4096x4096x128,causal; may be repeated.")
-@click.option("--model", help=f"The problems of a model: {', '.join(KNOWN_MODELS)}.")
-@click.option("--hf-config", type=click.Path(path_type=Path), help="The problems of a transformers config.json.")
-@click.option("--paper", is_flag=True, help="The list that the published results are measured on.")
+@problem_options
 @click.option("--missed", is_flag=True, help="What dispatch met on this device without a winner of its own.")
-@click.option(
-    "--seqlens",
-    help=f"Lengths for --model and --hf-config, such as 512,2048. [default: {','.join(map(str, DEFAULT_SEQLENS))}]",
-)
-@click.option(
-    "--batch-size",
-    type=click.IntRange(min=1),
-    help=f"Batch for --model and --hf-config. [default: {DEFAULT_TOKENS} tokens in all]",
-)
-@click.option("--dtype", type=click.Choice(list(_DTYPES)), help="For --model and --hf-config. [default: bf16]")
 @click.option("--passes", default="fwd", show_default=True, help="Kernels to tune, separated by commas: fwd.")
 @click.option("--trials", type=click.IntRange(min=1), help="Candidates measured per problem. [default: 96]")
 @click.option("--time-budget", help="For all problems together, such as 90s, 10m or 1h30m. [default: none]")
@@ -78,6 +57,7 @@ def tune_command(
     missed: bool,
     resume: bool,
     seed: int,
+    passes: str,
     as_json: bool,
     **named: Any,
 ) -> None:
@@ -86,7 +66,7 @@ def tune_command(
     Without a problem it tunes a list of common ones. Every trial is stored as soon as it ends, so Ctrl-C loses nothing:
     the same command with --resume goes on.
     """
-    problems = _named_problems(**named)
+    problems = named_problems(**named, passes=[_pass(word.strip()) for word in passes.split(",")])
     from fa_autotune.jobs import TuneJob, parse_duration_s, tune_job
     from fa_autotune.paths import database_path
 
@@ -114,46 +94,11 @@ def tune_command(
         ctx.exit(1)
 
 
-def _named_problems(
-    *,
-    problem_texts: tuple[str, ...],
-    model: str | None,
-    hf_config: Path | None,
-    paper: bool,
-    seqlens: str | None,
-    batch_size: int | None,
-    dtype: str | None,
-    passes: str,
-) -> list[AttentionProblem]:
-    kernel_passes = [_pass(word.strip()) for word in passes.split(",")]
-    if model is None and hf_config is None and (seqlens, batch_size, dtype) != (None, None, None):
-        raise click.UsageError("--seqlens, --batch-size and --dtype shape --model and --hf-config; name one of these")
-    options: dict[str, Any] = {
-        "seqlens": DEFAULT_SEQLENS if seqlens is None else _lengths(seqlens),
-        "batch_size": batch_size,
-        "dtype": _DTYPES[dtype or "bf16"],
-        "passes": kernel_passes,
-    }
-    problems = [AttentionProblem.parse(text) for text in problem_texts]
-    if model is not None:
-        problems += problems_for_model(model, **options)
-    if hf_config is not None:
-        problems += problems_from_hf_config(hf_config, **options)
-    return problems + (paper_problems() if paper else [])
-
-
 def _pass(word: str) -> Pass:
     try:
         return Pass(word)
     except ValueError:
         raise click.BadParameter(f"{word!r} is not one of: {', '.join(Pass)}", param_hint="--passes") from None
-
-
-def _lengths(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is not lengths like 512,2048", param_hint="--seqlens") from None
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------
