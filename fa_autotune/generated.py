@@ -34,9 +34,13 @@ def write_module(source: KernelSource, folder: Path) -> Path:
         return path
     folder.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=source.name, suffix=".tmp")
-    with os.fdopen(descriptor, "w") as file:
-        file.write(source.text)
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(source.text)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
     return path
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -159,7 +160,8 @@ class _GraphTimer:
     """Replays of a graph of many launches; the L2 cache is warm, as it is for a small problem in a model."""
 
     def __init__(self) -> None:
-        self._graphs: dict[int, tuple[Launch, torch.cuda.CUDAGraph]] = {}
+        # Weak: with a launch go its graph and the tensors that both hold, so that many trials need no more memory.
+        self._graphs: WeakKeyDictionary[Launch, torch.cuda.CUDAGraph] = WeakKeyDictionary()
 
     def __call__(self, launch: Launch, count: int) -> list[float]:
         graph = self._graph(launch)
@@ -174,14 +176,13 @@ class _GraphTimer:
         return times
 
     def _graph(self, launch: Launch) -> torch.cuda.CUDAGraph:
-        held = self._graphs.get(id(launch))
-        if held is not None:
-            return held[1]
+        if (held := self._graphs.get(launch)) is not None:
+            return held
         launch()  # loads the kernel: nothing may be loaded inside a capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(LAUNCHES_PER_GRAPH):
                 launch()
-        self._graphs[id(launch)] = (launch, graph)  # holding the launch keeps its id from being reused
+        self._graphs[launch] = graph
         return graph

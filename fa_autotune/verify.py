@@ -60,13 +60,13 @@ def probes(family: AttentionFamily, *, block_m: int, block_n: int, exact_lengths
 
     if exact_lengths:
         return [
-            Probe(shape=shape(2 * block_m, 3 * block_n, batch=2, heads=4, group=2)),
-            Probe(shape=shape(3 * block_m, block_n), scale=4.0, seed=1),
-            Probe(shape=shape(block_m, 2 * block_n), top_left=True, seed=2),
+            Probe(shape=shape(2 * block_m, (2 * block_m // block_n + 1) * block_n, batch=2, heads=4, group=2)),
+            Probe(shape=shape((block_n // block_m + 2) * block_m, block_n), scale=4.0, seed=1),
+            Probe(shape=shape(block_m, (block_m // block_n + 1) * block_n), top_left=True, seed=2),
         ]
     long = 2 * max(block_m, block_n)
     return [
-        Probe(shape=shape(block_m + 1, 3 * block_n - 1, batch=2, heads=6, group=3)),
+        Probe(shape=shape(block_m + 1, block_m + 2 * block_n - 1, batch=2, heads=6, group=3)),
         Probe(shape=shape(long + 3, block_n - 1), seed=1),  # causal: rows without a visible key
         Probe(shape=shape(long + 1, long + 1), scale=4.0, seed=2),
         Probe(shape=shape(1, block_n + 1, batch=3), seed=3),
@@ -122,15 +122,15 @@ def verify_sampled(
         # Plain torch in the same precision would err by about a rounding of P and one of the output.
         allowed = 2 * MAX_ERROR_FACTOR * _roundings(ref, out.dtype).max().item()
         error = (out.to(ref.dtype) - ref).abs().max().item()
-        worst.add(
-            max_error=error,
-            max_ratio=error / allowed,
-            lse_error=_lse_error(first.lse[batch, head, start:stop], lse[0, 0]),
-        )
+        lse_error = _lse_error(first.lse[batch, head, start:stop], lse[0, 0])
+        worst.add(max_error=error, max_ratio=_ratio(error, allowed), lse_error=lse_error)
+        place = f"batch {batch} head {head} rows {start}…{stop - 1}"
         if error > allowed:
-            worst.failures.append(
-                f"batch {batch} head {head} rows {start}…{stop - 1}: error {error:.3g} > {allowed:.3g}"
-            )
+            worst.failures.append(f"{place}: error {error:.3g} > {allowed:.3g}")
+        if (out[lse == float("-inf")] != 0).any():
+            worst.failures.append(f"{place}: rows that see no key are not exactly 0")
+        if not lse_error <= LSE_TOLERANCE:
+            worst.failures.append(f"{place}: lse error {lse_error:.3g} > {LSE_TOLERANCE}")
         count += 1
     return worst.report(count)
 
@@ -229,8 +229,8 @@ def _compare(expected: _Expected, first: _Output, second: _Output, worst: _Worst
     lse_error = _lse_error(first.lse, expected.lse)
     worst.add(
         max_error=max_error,
-        max_ratio=max_error / allowed,
-        mean_ratio=mean_error / mean_allowed,
+        max_ratio=_ratio(max_error, allowed),
+        mean_ratio=_ratio(mean_error, mean_allowed),
         lse_error=lse_error,
     )
     if max_error > allowed:
@@ -247,6 +247,11 @@ def _unequal(first: _Output, second: _Output) -> Iterator[str]:
         integers = torch.int32 if one.element_size() == 4 else torch.int16
         if not torch.equal(one.view(integers), other.view(integers)):
             yield f"two launches gave different bits in {name}"
+
+
+def _ratio(error: float, allowed: float) -> float:
+    """error / allowed; rows that see no key allow none."""
+    return error / allowed if allowed else float("inf") if error else 0.0
 
 
 def _roundings(ref: Tensor, dtype: torch.dtype) -> Tensor:
