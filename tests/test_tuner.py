@@ -90,6 +90,24 @@ def test_96_trials_come_close_to_the_exhaustive_best(problem, database):
     assert statistics.mean(regrets) < 0.04
 
 
+FAMILY = [AttentionProblem.parse(f"{16384 // n}x32x32x{n}x{n}x64") for n in (512, 1024, 2048, 4096, 8192, 16384)]
+
+
+def test_each_shape_of_a_family_comes_close_to_the_best_that_any_of_them_found(database):
+    evaluator = ReplayEvaluator(LANDSCAPE)
+    summary = run(FAMILY, evaluator, database, budget=TuneBudget())
+    tried = {candidate for _, candidate in evaluator.screened}
+    for problem, result in zip(FAMILY, summary.results, strict=True):
+        best = min(time_ms for one in tried if isinstance(time_ms := LANDSCAPE(one, problem), float))
+        assert LANDSCAPE(result.winners[0].candidate, problem) < 1.03 * best
+
+
+def test_the_shapes_of_a_family_share_kernels(database):
+    evaluator = ReplayEvaluator(LANDSCAPE)
+    run(FAMILY, evaluator, database, budget=TuneBudget(trials=48))
+    assert len({candidate for _, candidate in evaluator.screened}) < 0.7 * len(evaluator.screened)
+
+
 def test_the_second_half_of_the_trials_improves_on_the_first(database):
     bests = []
     run([LONG], ReplayEvaluator(LANDSCAPE), database, budget=TuneBudget(), on_event=bests.append)

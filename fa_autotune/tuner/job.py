@@ -34,7 +34,8 @@ from fa_autotune.tuner.study import Batch, ProblemSearch, VariantSearch, quiet_o
 from fa_autotune.variants import VARIANTS, VariantSpec, compile_form, default_config, seed_configs, supported_variants
 
 SEARCH_TIME_SHARE = 0.85  # of a time budget; the rest is for confirming
-BATCH_SIZE = 16
+BATCH_SIZE = 8  # candidates; smaller ones learn more from each other, larger ones keep more compilers busy
+MAX_BATCHES_AHEAD = 3
 MAX_NEIGHBOR_WINNERS = 4
 MAX_FATAL_IN_A_ROW = 20
 _FATAL = (TrialStatus.CRASHED, TrialStatus.LAUNCH_FAILED)
@@ -263,18 +264,16 @@ class _Job:
     # --- searching ---
 
     def _search(self, searches: Sequence[ProblemSearch], until: float) -> None:
-        """Measure batch after batch, the problems in turn; the next batch compiles while this one is measured."""
-        turns = deque(searches)
-        pending: Batch | None = None
+        """Measure batch after batch, the problems in turn; the next ones compile while this one is measured."""
+        turns, ahead = deque(searches), deque[Batch]()
+        depth = max(2, min(MAX_BATCHES_AHEAD, len(searches)))  # of one problem, no more: each batch should learn
         while True:
-            following = self._next_batch(turns) if self.clock() < until else None
-            if following is not None:
-                self.evaluator.prefetch(following.candidates)
-            if pending is not None:
-                self._measure(pending)
-            if following is None and pending is None:
+            while len(ahead) < depth and self.clock() < until and (batch := self._next_batch(turns)):
+                self.evaluator.prefetch(batch.candidates)
+                ahead.append(batch)
+            if not ahead:
                 return
-            pending = following
+            self._measure(ahead.popleft())
 
     def _next_batch(self, turns: deque[ProblemSearch]) -> Batch | None:
         for _ in range(len(turns)):

@@ -49,7 +49,8 @@ class VariantSearch:
         self._random = rng
         self._warm: deque[KernelConfig] = deque()
         self._in_flight: dict[KernelConfig, list[optuna.Trial]] = {}
-        self._distributions = {knob.name: _distribution(knob) for knob in spec.knobs}
+        self._knobs = spec.domain(problem.family, device)
+        self._distributions = {knob.name: _distribution(knob) for knob in self._knobs}
         self._study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=rng.getrandbits(32)))
 
     @property
@@ -97,10 +98,11 @@ class VariantSearch:
         trials = self._in_flight.pop(config, [])
         for trial in trials:
             self._tell(trial, time_ms, constraint)
-        if not trials:
+        in_domain = all(getattr(config, knob.name) in knob.values for knob in self._knobs)
+        if not trials and in_domain:
             frozen = optuna.trial.create_trial(
                 value=self._objective(time_ms),
-                params={knob.name: _encode(knob, getattr(config, knob.name)) for knob in self.spec.knobs},
+                params={knob.name: _encode(knob, getattr(config, knob.name)) for knob in self._knobs},
                 distributions=dict(self._distributions),
                 constraints={constraint: 1.0} if time_ms is None else None,
             )
@@ -151,7 +153,7 @@ class VariantSearch:
         best = self.best
         if best is None:
             return
-        steps = [(knob.name, value) for knob in self.spec.knobs for value in _adjacent(knob, getattr(best, knob.name))]
+        steps = [(knob.name, value) for knob in self._knobs for value in _adjacent(knob, getattr(best, knob.name))]
         pairs = [dict(pair) for pair in combinations(steps, 2) if pair[0][0] != pair[1][0]]
         singles = [dict([step]) for step in steps]
         for changes in (singles, pairs):
@@ -164,11 +166,11 @@ class VariantSearch:
         while self._asks < limit:
             self._asks += 1
             trial = self._study.ask(self._distributions)
-            yield self._config({knob.name: _decode(knob, trial.params[knob.name]) for knob in self.spec.knobs}), trial
+            yield self._config({knob.name: _decode(knob, trial.params[knob.name]) for knob in self._knobs}), trial
 
     def _drawn(self, limit: int) -> Iterator[tuple[KernelConfig, optuna.Trial | None]]:
         for _ in range(limit):
-            yield self._config({knob.name: self._random.choice(knob.values) for knob in self.spec.knobs}), None
+            yield self._config({knob.name: self._random.choice(knob.values) for knob in self._knobs}), None
 
     def _config(self, values: dict[str, KnobValue]) -> KernelConfig:
         return self.spec.config_type(**values)  # type: ignore[arg-type]
