@@ -7,7 +7,7 @@ problems. A peer that can't run a problem says why and is left out of it.
 import datetime
 import math
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from typing import Any
@@ -23,6 +23,7 @@ from fa_autotune.dispatch import Dispatcher
 from fa_autotune.errors import FaAutotuneError, UnsupportedError
 from fa_autotune.launch import live_device, live_toolchain, load_kernel
 from fa_autotune.measure import Launch, MeasurePolicy, confirm, make_timer, regime_for
+from fa_autotune.paths import interpreting
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Measurement
 from fa_autotune.reference import seeded_inputs
@@ -124,6 +125,10 @@ def bench(
     """Time our kernels and the named peers on problems; UnsupportedError for a peer that is not known."""
     if unknown := [name for name in against if name not in PEERS]:
         raise UnsupportedError(f"unknown peers {', '.join(unknown)}; known are {', '.join(PEERS)}")
+    if interpreting():
+        raise FaAutotuneError(
+            "bench compares GPU kernels and this process interprets them; run it again without TRITON_INTERPRET"
+        )
     if not torch.cuda.is_available():
         raise FaAutotuneError(
             "bench compares GPU kernels and torch sees no GPU; `fa-autotune doctor` says what is missing"
@@ -153,19 +158,8 @@ def _bench_problem(
     problem: AttentionProblem, against: Sequence[str], dispatcher: Dispatcher, device_index: int, policy: MeasurePolicy
 ) -> list[BenchRow]:
     inputs = seeded_inputs(problem.family, problem.shape, device=torch.device("cuda", device_index), seed=0)
-    launches: dict[str, Launch] = {}
-    notes: dict[str, str] = {}
     makers: dict[str, Peer] = {OURS: partial(_ours, dispatcher), **{name: PEERS[name] for name in against}}
-    for name, make in makers.items():
-        try:
-            launches[name], notes[name] = make(problem, *inputs)
-            launches[name]()
-            torch.cuda.synchronize()
-        except (RuntimeError, ImportError, FaAutotuneError) as error:
-            if name == OURS:
-                raise
-            launches.pop(name, None)
-            notes[name] = f"did not run: {str(error).strip().splitlines()[0][:200]}"
+    launches, notes = prepare(makers, problem, inputs, synchronize=torch.cuda.synchronize)
     regime = regime_for(problem, dispatcher.device)
     timer = make_timer(regime, dispatcher.device, device_index)
     measured = confirm(list(launches.values()), timer=timer, regime=regime, policy=policy, device_index=device_index)
@@ -174,6 +168,34 @@ def _bench_problem(
         BenchRow(problem=problem, contender=name, measurement=figures.get(name), note=note)
         for name, note in notes.items()
     ]
+
+
+def prepare(
+    makers: Mapping[str, Peer],
+    problem: AttentionProblem,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    *,
+    synchronize: Callable[[], None],
+) -> tuple[dict[str, Launch], dict[str, str]]:
+    """Launches of the contenders that can run a problem, each tried once, and a note on every contender.
+
+    A peer that fails is left out and its note says why; a failure of ours is raised.
+    """
+    launches: dict[str, Launch] = {}
+    notes: dict[str, str] = {}
+    for name, make in makers.items():
+        try:
+            launch, notes[name] = make(problem, *inputs)
+            launch()
+            synchronize()
+        except Exception as error:
+            if name == OURS:
+                raise
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            notes[name] = f"did not run: {reason[:200]}"
+        else:
+            launches[name] = launch
+    return launches, notes
 
 
 def _ours(dispatcher: Dispatcher, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Launch, str]:
