@@ -47,6 +47,42 @@ def attention_reference(
     return out, lse.to(torch.float32)
 
 
+def attention_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor | None = None,
+    *,
+    softmax_scale: float,
+    diagonal: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v in the reference precision, from those of out and (if any) of lse.
+
+    Written out, so that it also works where nothing is recorded. Rows that see no key and keys that no row sees get 0,
+    and those keys are never read. O(seqlen_q · seqlen_k) memory per head.
+    """
+    precise = reference_dtype(q.dtype)
+    batch_size, num_q_heads, seqlen_q, _ = q.shape
+    group = num_q_heads // k.shape[1]
+    seen = k.shape[2] if diagonal is None else max(0, min(k.shape[2], seqlen_q + diagonal))
+    q, d_out = q.to(precise), d_out.to(precise)
+    keys, values = (tensor[:, :, :seen].to(precise).repeat_interleave(group, dim=1) for tensor in (k, v))
+    scores = q @ keys.transpose(-1, -2) * softmax_scale
+    if diagonal is not None:
+        scores = scores.masked_fill(hidden_keys(seqlen_q, seen, diagonal, q.device), float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
+    delta = ((weights @ values) * d_out).sum(-1)
+    if d_lse is not None:
+        delta = delta - d_lse.to(precise)
+    d_scores = weights * (d_out @ values.transpose(-1, -2) - delta[..., None]) * softmax_scale
+    dk, dv = k.new_zeros(k.shape, dtype=precise), v.new_zeros(v.shape, dtype=precise)
+    for gradient, rows in ((dk, d_scores.transpose(-1, -2) @ q), (dv, weights.transpose(-1, -2) @ d_out)):
+        gradient[:, :, :seen] = rows.unflatten(1, (-1, group)).sum(2)
+    return d_scores @ keys, dk, dv
+
+
 def _without_hidden_nan(weights: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
     """weights @ v where a hidden 0 · NaN counts as 0: NaN reaches only the rows that see it."""
     finite = torch.isfinite(v)
