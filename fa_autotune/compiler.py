@@ -161,7 +161,7 @@ def vector_access(request: CompileRequest, text: CompiledText, resources: Resour
     if not tiles:
         return None
     expected = min(VECTOR_BYTES, min(tiles) // text.threads)
-    narrowest = min(_load_widths(text.assembly), default=VECTOR_BYTES)
+    narrowest = min(_load_widths(text.assembly) - _row_widths(text), default=VECTOR_BYTES)
     return None if narrowest >= expected else f"reads global memory in units of {narrowest} bytes, not {expected}"
 
 
@@ -176,6 +176,7 @@ GATES: tuple[tuple[str, Gate], ...] = (
 
 _REDUCTION = re.compile(r'"tt\.reduce"\(.*?axis = (\d+).*?\}\) : \(tensor<[\dx]+\w+, #(\w+)', re.DOTALL)
 _TILE_LOAD = re.compile(r"(?:tt\.load|ttg\.async_copy_global_to_local) .*: tensor<(\d+(?:x\d+)+)x!tt\.ptr<(\w+)>")
+_ROW_LOAD = re.compile(r"(?:tt\.load|ttg\.async_copy_global_to_local) .*: tensor<(\d+)x!tt\.ptr<f32>")
 _LAYOUT = re.compile(r"^#(\w+) = (#ttg\.(?:blocked|linear|nvidia_mma|amd_mfma)<.*>)$", re.MULTILINE)
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global [^;]*?\], (0x[0-9a-f]+|\d+)")
 _LOAD = re.compile(r"\bld\.global(?:\.[\w:]+?)*?(?:\.v(\d))?\.[bsuf](\d+)\s")
@@ -196,6 +197,12 @@ def _load_widths(ptx: str) -> set[int]:
     """Bytes of each kind of load from global memory."""
     copies = {int(match[1], 0) for match in _COPY.finditer(ptx)}
     return copies | {int(match[1] or 1) * int(match[2]) // 8 for match in _LOAD.finditer(ptx)}
+
+
+def _row_widths(text: CompiledText) -> set[int]:
+    """Bytes by which lse and delta may be read: a backward loads them value by value, or as many as a thread has."""
+    lengths = [int(match[1]) for match in _ROW_LOAD.finditer(text.ttgir)]
+    return {width for length in lengths for width in (4, min(VECTOR_BYTES, 4 * length // text.threads))}
 
 
 def _numbers(pattern: str, text: str) -> list[int]:

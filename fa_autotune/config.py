@@ -4,6 +4,7 @@ Fields in upper case become constants of the generated module, those in lower ca
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, TypeVar
 
@@ -11,10 +12,6 @@ from fa_autotune.errors import InvalidConfigError
 from fa_autotune.problem import canonical_json
 
 SCHEMA_VERSION = 1
-
-
-def _is_power_of_two(value: int) -> bool:
-    return value > 0 and value & (value - 1) == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +37,7 @@ class PortableFwdConfig:
     EXACT_LENGTHS: bool = False
 
     def __post_init__(self) -> None:
-        _check_forward(self)
+        _check_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +59,65 @@ class TmaFwdConfig:
     STORE_BY_TMA: bool = True
 
     def __post_init__(self) -> None:
-        _check_forward(self)
+        _check_fields(self)
 
 
-KernelConfig = PortableFwdConfig | TmaFwdConfig
-ConfigT = TypeVar("ConfigT", PortableFwdConfig, TmaFwdConfig)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BackwardConfig:
+    """What both kernels over (query, key) tiles and all of their variants have.
+
+    BLOCK_M query rows and BLOCK_N keys in a tile; the other fields as in `PortableFwdConfig`.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None
+    HEADS_PER_GROUP: int = 8
+    HEAD_DIM_PIECE: int = 256
+    EXACT_LENGTHS: bool = False
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortableBwdDkDvConfig(_BackwardConfig):
+    """dk and dv through plain pointers: BLOCK_N keys per program, BLOCK_M query rows per step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TmaBwdDkDvConfig(_BackwardConfig):
+    """dk and dv through tensor descriptors: BLOCK_N keys per program, BLOCK_M query rows per step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortableBwdDqConfig(_BackwardConfig):
+    """dq through plain pointers: BLOCK_M query rows per program, BLOCK_N keys per step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TmaBwdDqConfig(_BackwardConfig):
+    """dq through tensor descriptors: BLOCK_M query rows per program, BLOCK_N keys per step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BwdDeltaConfig:
+    """delta: BLOCK_M query rows per program, no loop over keys."""
+
+    BLOCK_M: int
+    num_warps: int
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+
+ForwardConfig = PortableFwdConfig | TmaFwdConfig
+BackwardConfig = PortableBwdDkDvConfig | TmaBwdDkDvConfig | PortableBwdDqConfig | TmaBwdDqConfig
+TiledConfig = ForwardConfig | BackwardConfig  # those with BLOCK_M and BLOCK_N
+KernelConfig = TiledConfig | BwdDeltaConfig
+ConfigT = TypeVar("ConfigT", bound=KernelConfig)
 
 
 def config_key(config: KernelConfig) -> str:
@@ -91,44 +142,64 @@ def config_from_key(kind: type[ConfigT], key: str) -> ConfigT:
     return kind(**values)
 
 
+_LAUNCH_LETTERS = (("w", "num_warps"), ("s", "num_stages"))
+
+
+_LAUNCH_LETTERS = (("w", "num_warps"), ("s", "num_stages"))
+
+
 def config_label(config: KernelConfig) -> str:
     """Short name for people, such as `64x128 w4 s2`; fields away from their default are named."""
-    words = [f"{config.BLOCK_M}x{config.BLOCK_N}", f"w{config.num_warps}", f"s{config.num_stages}"]
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    words = ["x".join(str(values[name]) for name in ("BLOCK_M", "BLOCK_N") if name in values)]
+    words += [f"{letter}{values[name]}" for letter, name in _LAUNCH_LETTERS if name in values]
     for field in fields(config):
-        value = getattr(config, field.name)
-        if field.default is not MISSING and value != field.default:
-            words.append(f"{field.name.lower()}={value}")
+        if field.default is not MISSING and values[field.name] != field.default:
+            words.append(f"{field.name.lower()}={values[field.name]}")
     return " ".join(words)
 
 
-def _check_forward(config: PortableFwdConfig | TmaFwdConfig) -> None:
-    for name, low, high in (
-        ("BLOCK_M", 16, 256),
-        ("BLOCK_N", 16, 256),
-        ("num_warps", 1, 16),
-        ("HEADS_PER_GROUP", 1, 64),
-        ("HEAD_DIM_PIECE", 16, 256),
-    ):
-        _check(
-            name,
-            getattr(config, name),
-            f"a power of two from {low} to {high}",
-            lambda v, lo=low, hi=high: lo <= v <= hi and _is_power_of_two(v),
-        )
-    _check("num_stages", config.num_stages, "an integer from 1 to 8", lambda v: 1 <= v <= 8)
-    _check("ROW_SUM_LANES", config.ROW_SUM_LANES, "1 or 8", lambda v: v in (1, 8))
-    if config.maxnreg is not None:
-        _check(
-            "maxnreg",
-            config.maxnreg,
-            "None or a multiple of 8 from 24 to 255 (or 255)",
-            lambda v: 24 <= v <= 255 and (v % 8 == 0 or v == 255),
-        )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rule:
+    """What a field may hold, in words and as a test. A bool is no int here."""
+
+    kind: type
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def _power_of_two(low: int, high: int) -> _Rule:
+    return _Rule(
+        kind=int,
+        words=f"a power of two from {low} to {high}",
+        holds=lambda value: low <= value <= high and value & (value - 1) == 0,
+    )
+
+
+_TRUE_OR_FALSE = _Rule(kind=bool, words="true or false", holds=lambda value: True)
+_RULES = {
+    "BLOCK_M": _power_of_two(16, 256),
+    "BLOCK_N": _power_of_two(16, 256),
+    "num_warps": _power_of_two(1, 16),
+    "num_stages": _Rule(kind=int, words="an integer from 1 to 8", holds=lambda value: 1 <= value <= 8),
+    "maxnreg": _Rule(
+        kind=int,
+        words="None or a multiple of 8 from 24 to 255 (or 255)",
+        holds=lambda value: 24 <= value <= 255 and (value % 8 == 0 or value == 255),
+    ),
+    "HEADS_PER_GROUP": _power_of_two(1, 64),
+    "ROW_SUM_LANES": _Rule(kind=int, words="1 or 8", holds=lambda value: value in (1, 8)),
+    "HEAD_DIM_PIECE": _power_of_two(16, 256),
+    "EXACT_LENGTHS": _TRUE_OR_FALSE,
+    "STORE_BY_TMA": _TRUE_OR_FALSE,
+}
+
+
+def _check_fields(config: Any) -> None:
+    """Every field against the rule of its name; a field whose default is None may be None."""
     for field in fields(config):
-        if field.type in (bool, "bool") and type(getattr(config, field.name)) is not bool:
-            raise InvalidConfigError(f"{field.name}={getattr(config, field.name)!r} is not true or false")
-
-
-def _check(name: str, value: Any, rule: str, holds: Any) -> None:
-    if type(value) is not int or not holds(value):
-        raise InvalidConfigError(f"{name}={value!r} is not {rule}")
+        value, rule = getattr(config, field.name), _RULES[field.name]
+        if value is None and field.default is None:
+            continue
+        if type(value) is not rule.kind or not rule.holds(value):
+            raise InvalidConfigError(f"{field.name}={value!r} is not {rule.words}")

@@ -15,12 +15,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fa_autotune.config import KernelConfig, config_label
+from fa_autotune.config import BwdDeltaConfig, KernelConfig, config_label
 from fa_autotune.device import INTERPRETER_ARCH, DeviceSpec
 from fa_autotune.errors import FaAutotuneError, NoKernelError, UnsupportedError
 from fa_autotune.misses import MissLog, Store
 from fa_autotune.paths import database_path, packs_dir
-from fa_autotune.problem import AttentionProblem, AttentionShape
+from fa_autotune.problem import AttentionProblem, AttentionShape, Pass
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.snapshot import Snapshot, Source, WinnerRow, load_snapshot
 from fa_autotune.variants import (
@@ -141,7 +141,8 @@ def shape_distance(first: AttentionProblem, second: AttentionProblem, num_sms: i
     """How far two problems of a family are apart for a kernel, in doublings; 0 for equal work.
 
     Counted are the keys that a query row loops over, the query rows that a tile can hold, how often the GPU is filled,
-    and (little) the heads that share K and V. Each saturates where a larger number no longer changes the best tile.
+    and (little) the heads that share K and V; for dk and dv the query rows that a key loops over, and so on. Each
+    saturates where a larger number no longer changes the best tile.
     """
     weights = (1.0, 1.0, 0.5, 0.25)
     pairs = zip(weights, _features(first, num_sms), _features(second, num_sms), strict=True)
@@ -151,11 +152,14 @@ def shape_distance(first: AttentionProblem, second: AttentionProblem, num_sms: i
 
 def _features(problem: AttentionProblem, num_sms: int) -> tuple[float, float, float, float]:
     shape = problem.shape
-    loop_keys = min(max(problem.visible_pairs / shape.seqlen_q, 1.0), 8192.0)
-    rows = min(shape.seqlen_q, 256)
-    waves = shape.batch_size * shape.num_q_heads * math.ceil(shape.seqlen_q / 64) / num_sms
+    owned, heads, loops = shape.seqlen_q, shape.num_q_heads, 1
+    if problem.family.kernel_pass is Pass.BWD_DKDV:
+        owned, heads, loops = shape.seqlen_k, shape.num_kv_heads, shape.gqa_group_size
+    loop_length = min(max(loops * problem.visible_pairs / owned, 1.0), 8192.0)
+    rows = min(owned, 256)
+    waves = shape.batch_size * heads * math.ceil(owned / 64) / num_sms
     waves = min(max(waves, 0.125), 32.0)
-    return math.log2(loop_keys), math.log2(rows), math.log2(waves), math.log2(shape.gqa_group_size)
+    return math.log2(loop_length), math.log2(rows), math.log2(waves), math.log2(shape.gqa_group_size)
 
 
 # --- one search -------------------------------------------------------------------------------------------------------
@@ -262,7 +266,7 @@ class _Search:
         rejected = rejection(candidate, self.problem.shape, self.device)
         if rejected and rejected.constraint == "exact_lengths" and origin is not Origin.EXACT:
             remark = f"EXACT_LENGTHS is turned off: {rejected.reason}"
-            candidate = replace(candidate, config=replace(candidate.config, EXACT_LENGTHS=False))
+            candidate = replace(candidate, config=replace(candidate.config, EXACT_LENGTHS=False))  # type: ignore[arg-type]
             rejected = rejection(candidate, self.problem.shape, self.device)
         if rejected:
             self.skip(f"{_row_label(row)} can't run here: {rejected.constraint}: {rejected.reason}")
@@ -363,9 +367,13 @@ def _defaults(spec: VariantSpec, problem: AttentionProblem, arch: str) -> Iterat
     """The variant's default, then the same with ever smaller tiles, for shapes and devices that it does not fit."""
     base = default_config(spec, problem.family, arch)
     for block_m in _halvings(base.BLOCK_M):
+        if isinstance(base, BwdDeltaConfig):
+            yield replace(base, BLOCK_M=block_m)
+            continue
         for block_n in _halvings(base.BLOCK_N):
+            most_warps = block_m // 16 if spec.kernel_pass is Pass.FWD else block_m * block_n // 128
+            warps = min(base.num_warps, most_warps)
             for stages in range(base.num_stages, 0, -1):
-                warps = min(base.num_warps, max(1, block_m // 16))
                 yield replace(base, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages)
 
 

@@ -7,7 +7,7 @@ wrongly: a lock and a shim see to both.
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from fa_autotune.device import INTERPRETER, DeviceSpec, Toolchain, nearest_memor
 from fa_autotune.errors import FaAutotuneError, LaunchError
 from fa_autotune.generated import candidates_dir, compile_module, load_module, write_module
 from fa_autotune.paths import interpreting
+from fa_autotune.problem import Pass
 from fa_autotune.records import Candidate
 from fa_autotune.render import render
 
@@ -94,24 +95,38 @@ class LoadedKernel:
         """Import a candidate's generated module and compile its kernel, or find it in Triton's cache. CompileError."""
         self.candidate = candidate
         self.module: ModuleType = load_module(module_path)
-        self._run = _interpreted(self.module) if interpreting() else _compiled(self.module, arch)
+        # The tensor whose rows the programs own: k for dk and dv, else the first one.
+        self._owner = 1 if candidate.family.kernel_pass is Pass.BWD_DKDV else 0
+        self.compiled: Any = None if interpreting() else compile_module(self.module, arch)  # Triton's CompiledKernel
+        self.run = _interpreted(self.module) if interpreting() else _compiled(self.compiled)
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float, diagonal: int | None
-    ) -> None:
-        """Write attention of q, k, v (batch, heads, seqlen, head_dim) to out, and its natural-log lse.
+    def __call__(self, *values: Any) -> None:
+        """Run the kernel on what its module's `arguments` takes, which is for each pass
 
-        The kernel runs on the tensors' device and that device's current stream. No tensor may be empty.
+        fwd: q, k, v, out, lse, softmax_scale, diagonal, and out and lse are written;
+        bwd_delta: out, do, delta, and delta is written;
+        bwd_dkdv: q, k, v, do, lse, delta, dk, dv, softmax_scale, diagonal, and dk and dv are written;
+        bwd_dq: q, k, v, do, lse, delta, dq, softmax_scale, diagonal, and dq is written.
+
+        Tensors are (batch, heads, seqlen, head_dim), none of them empty; lse and delta are contiguous fp32 (batch,
+        num_q_heads, seqlen_q), lse in natural log. The kernel runs on the tensors' device and its current stream.
         """
-        grid = self.module.grid(q.shape[0], q.shape[1], q.shape[2])
+        owner: Tensor = values[self._owner]
+        grid = self.grid(*values)
+        arguments = self.module.arguments(*values)
+        if owner.is_cuda and owner.device.index != torch.cuda.current_device():
+            with torch.cuda.device(owner.device):
+                self.run(grid, arguments)
+        else:
+            self.run(grid, arguments)
+
+    def grid(self, *values: Any) -> tuple[int, ...]:
+        """The programs of a call with these values; LaunchError if a launch can't take that many."""
+        owner: Tensor = values[self._owner]
+        grid: tuple[int, ...] = self.module.grid(owner.shape[0], owner.shape[1], owner.shape[2])
         if grid[0] > MAX_GRID:
             raise LaunchError(f"{grid[0]} programs, a launch takes at most {MAX_GRID}: split the batch")
-        arguments = self.module.arguments(q, k, v, out, lse, softmax_scale, diagonal)
-        if q.is_cuda and q.device.index != torch.cuda.current_device():
-            with torch.cuda.device(q.device):
-                self._run(grid, arguments)
-        else:
-            self._run(grid, arguments)
+        return grid
 
 
 def load_kernel(candidate: Candidate, arch: str) -> LoadedKernel:
@@ -119,21 +134,19 @@ def load_kernel(candidate: Candidate, arch: str) -> LoadedKernel:
     return LoadedKernel(candidate, write_module(render(candidate), candidates_dir()), arch)
 
 
-def _compiled(module: ModuleType, arch: str) -> Callable[[tuple[int, ...], tuple[Any, ...]], None]:
-    compiled = compile_module(module, arch)
-
-    def run(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+def _compiled(compiled: Any) -> Callable[[tuple[int, ...], Sequence[Any]], None]:
+    def run(grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
         compiled[grid](*arguments)
 
     return run
 
 
-def _interpreted(module: ModuleType) -> Callable[[tuple[int, ...], tuple[Any, ...]], None]:
+def _interpreted(module: ModuleType) -> Callable[[tuple[int, ...], Sequence[Any]], None]:
     import numpy  # noqa: PLC0415 - Triton's interpreter brings it
 
     install_interpreter_shim()
 
-    def run(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+    def run(grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
         # log2(0) and inf − inf are defined results in a kernel; numpy would warn of them, and of Triton 3.6.
         with _interpreter_lock, numpy.errstate(all="ignore"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0", DeprecationWarning)

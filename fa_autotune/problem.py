@@ -7,7 +7,7 @@ schema version. Optional features are written into a key only when they are on, 
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
 
@@ -20,9 +20,18 @@ MAX_EXTENT = 2**31 - 1  # lengths and grid axis 0 are 32-bit in every kernel
 
 
 class Pass(StrEnum):
-    """One kernel of the attention operator."""
+    """One kernel of the attention operator: the forward, and the three of the backward.
+
+    BWD_DELTA gives delta = rowsum(do ∘ out), which the other two read; BWD_DKDV gives dk and dv, BWD_DQ gives dq.
+    """
 
     FWD = "fwd"
+    BWD_DELTA = "bwd_delta"
+    BWD_DKDV = "bwd_dkdv"
+    BWD_DQ = "bwd_dq"
+
+
+BACKWARD_PASSES = (Pass.BWD_DELTA, Pass.BWD_DKDV, Pass.BWD_DQ)
 
 
 class DType(StrEnum):
@@ -39,7 +48,7 @@ class DType(StrEnum):
 
 
 class Access(StrEnum):
-    """How q, k and v can be read, from their pointers and strides (the 16-byte rules), strongest first.
+    """How q, k and v (and do) can be read, from their pointers and strides (the 16-byte rules), strongest first.
 
     TMA: last stride 1; pointers, the strides of batch, head and row, and the rows themselves (head_dim, head_dim_v) are
     multiples of 16 bytes, and no stride is 0.
@@ -179,20 +188,21 @@ class AttentionProblem:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read the short form `BxHqxHkvxLqxLkxD[xDv][,causal][,bf16|fp16|fp32][,tma|aligned|any]`, or a key.
+        """Read the short form `BxHqxHkvxLqxLkxD[xDv][,causal][,bf16|fp16|fp32][,tma|aligned|any][,pass]`, or a key.
 
         `AttentionProblem.parse("4x32x8x4096x4096x128,causal")` is Llama-like prefill in bfloat16. `×` may stand for x.
+        A pass (`bwd_delta`, `bwd_dkdv`, `bwd_dq`) makes it that kernel's problem of the same call, as `for_pass` does.
         """
         if text.lstrip().startswith("{"):
             return cls.from_key(text)
         numbers, *flags = (part.strip() for part in text.lower().replace("×", "x").split(","))
         if not re.fullmatch(r"[0-9]{1,10}(x[0-9]{1,10}){5,6}", numbers):
             raise InvalidProblemError(
-                f"{text!r} is no problem: write BxHqxHkvxLqxLkxD[xDv][,causal][,bf16|fp16|fp32][,tma|aligned|any], "
-                "for example 4x32x8x4096x4096x128,causal"
+                f"{text!r} is no problem: write BxHqxHkvxLqxLkxD[xDv][,causal][,bf16|fp16|fp32][,tma|aligned|any]"
+                f"[,{'|'.join(BACKWARD_PASSES)}], for example 4x32x8x4096x4096x128,causal"
             )
         batch, q_heads, kv_heads, seqlen_q, seqlen_k, head_dim, *rest = map(int, numbers.split("x"))
-        dtype, access, bounded = DType.BFLOAT16, None, False
+        dtype, access, bounded, kernel_pass = DType.BFLOAT16, None, False, Pass.FWD
         for flag in flags:
             if flag in ("causal", "full"):
                 bounded = flag == "causal"
@@ -200,8 +210,10 @@ class AttentionProblem:
                 dtype = _DTYPES_BY_WORD[flag]
             elif flag in set(Access):
                 access = Access(flag)
+            elif flag in set(Pass):
+                kernel_pass = Pass(flag)
             else:
-                known = ["causal", "full", *_DTYPES_BY_WORD, *Access]
+                known = ["causal", "full", *_DTYPES_BY_WORD, *Access, *Pass]
                 raise InvalidProblemError(f"{flag!r} in {text!r} is not one of: {', '.join(known)}")
         head_dim_v = rest[0] if rest else head_dim
         family = AttentionFamily(
@@ -214,7 +226,36 @@ class AttentionProblem:
         shape = AttentionShape(
             batch_size=batch, num_q_heads=q_heads, num_kv_heads=kv_heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k
         )
-        return cls(family=family, shape=shape)
+        return cls(family=family, shape=shape).for_pass(kernel_pass)
+
+    def for_pass(self, kernel_pass: Pass) -> Self:
+        """The problem that another kernel of the same call solves.
+
+        delta knows neither keys nor a mask, so calls that differ in these alone share its problem. The access stays,
+        but is that of ordinary tensors where this problem's is. InvalidProblemError from delta to another pass.
+        """
+        if kernel_pass is self.family.kernel_pass:
+            return self
+        if self.family.kernel_pass is Pass.BWD_DELTA:
+            raise InvalidProblemError(
+                f"{self.label} knows no keys, so it has no {kernel_pass.value} problem; start from the forward's"
+            )
+        if kernel_pass is not Pass.BWD_DELTA:
+            return replace(self, family=replace(self.family, kernel_pass=kernel_pass))
+        family, head_dim_v = self.family, self.family.head_dim_v
+        is_usual = family.access is strongest_access(family.dtype, family.head_dim, head_dim_v)
+        return replace(
+            self,
+            family=AttentionFamily(
+                kernel_pass=kernel_pass,
+                dtype=family.dtype,
+                head_dim=head_dim_v,
+                head_dim_v=head_dim_v,
+                bounded_right=False,
+                access=strongest_access(family.dtype, head_dim_v, head_dim_v) if is_usual else family.access,
+            ),
+            shape=replace(self.shape, num_kv_heads=self.shape.num_q_heads, seqlen_k=self.shape.seqlen_q),
+        )
 
     @property
     def label(self) -> str:
@@ -232,21 +273,36 @@ class AttentionProblem:
 
     @property
     def flops(self) -> int:
-        """Matrix-product operations, the literature's way: a square causal problem counts as half of the full one."""
+        """Operations of the kernel's own matrix products, the literature's way: square causal counts as half of full.
+
+        The forward has 2 products per pair of query and key, dk and dv together 4, dq 3, and delta none.
+        """
         shape, family = self.shape, self.family
         pairs = self.visible_pairs
         if family.bounded_right and shape.seqlen_q == shape.seqlen_k:
             pairs = shape.seqlen_q * shape.seqlen_k // 2
-        return 2 * pairs * (family.head_dim + family.head_dim_v) * shape.batch_size * shape.num_q_heads
+        qk_products, v_products = _PRODUCTS[family.kernel_pass]
+        columns = qk_products * family.head_dim + v_products * family.head_dim_v
+        return 2 * pairs * columns * shape.batch_size * shape.num_q_heads
+
+    def tflops(self, time_ms: float) -> float | None:
+        """TFLOP/s of a run that took `time_ms`; None for a pass without matrix products."""
+        return self.flops / time_ms / 1e9 if self.flops else None
 
     @property
     def io_bytes(self) -> int:
-        """Bytes of q, k, v, out and lse, each counted once."""
+        """Bytes of every tensor that the kernel reads or writes, each counted once."""
         shape, family = self.shape, self.family
-        dims = family.head_dim + family.head_dim_v
         q_rows = shape.batch_size * shape.num_q_heads * shape.seqlen_q
         k_rows = shape.batch_size * shape.num_kv_heads * shape.seqlen_k
-        return (q_rows + k_rows) * dims * family.dtype.itemsize + 4 * q_rows
+        dims = family.head_dim + family.head_dim_v
+        elements, statistics = {
+            Pass.FWD: ((q_rows + k_rows) * dims, 1),
+            Pass.BWD_DELTA: (2 * q_rows * family.head_dim_v, 1),
+            Pass.BWD_DKDV: ((q_rows + 2 * k_rows) * dims, 2),
+            Pass.BWD_DQ: ((q_rows + k_rows) * dims + q_rows * family.head_dim, 2),
+        }[family.kernel_pass]
+        return elements * family.dtype.itemsize + 4 * statistics * q_rows
 
 
 def strongest_access(dtype: DType, head_dim: int, head_dim_v: int) -> Access:
@@ -259,6 +315,8 @@ def canonical_json(values: Mapping[str, Any]) -> str:
     return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
+# Matrix products per pair of query and key: how many of head_dim columns, how many of head_dim_v.
+_PRODUCTS = {Pass.FWD: (1, 1), Pass.BWD_DELTA: (0, 0), Pass.BWD_DKDV: (2, 2), Pass.BWD_DQ: (2, 1)}
 _SHAPE_KEYS = ("batch_size", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_k")
 _FAMILY_KEYS = {"pass", "dtype", "head_dim", "head_dim_v", "bounded_right", "access"}
 _SHORT_DTYPES = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32"}

@@ -1,7 +1,6 @@
 """The registry of variants: (pass, variant) → template, config dataclass, search space, and what it supports.
 
-Constraints have names and answer with a reason, so a sweep can explain itself. Estimates here are lower bounds: they
-reject what cannot work before it is compiled; the compiled kernel's own figures are checked later.
+What a config must keep is in `constraints`.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,14 +8,35 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
 
-from fa_autotune.config import KernelConfig, PortableFwdConfig, TmaFwdConfig
+from fa_autotune.config import (
+    BwdDeltaConfig,
+    KernelConfig,
+    PortableBwdDkDvConfig,
+    PortableBwdDqConfig,
+    PortableFwdConfig,
+    TmaBwdDkDvConfig,
+    TmaBwdDqConfig,
+    TmaFwdConfig,
+)
+from fa_autotune.constraints import (
+    BACKWARD_CONSTRAINTS,
+    DELTA_CONSTRAINTS,
+    FORWARD_CONSTRAINTS,
+    ONE_KNOB_CHECKS,
+    Check,
+    Rejected,
+    canonical_piece,
+    multiplies_by_fma,
+    multiplies_by_warp,
+    padded_head_dim,
+    whole_smem_bytes,
+)
 from fa_autotune.device import INTERPRETER_ARCH, DeviceSpec
 from fa_autotune.errors import UnsupportedError
 from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, AttentionShape, DType, Pass
 from fa_autotune.records import Candidate, CompileForm, Variant
 
 MIN_TRITON = (3, 6)
-MAX_REGISTERS_PER_THREAD = 255
 _DEFAULT_SMEM_BYTES = 62 * 1024  # 64 KB less what the compiler adds: barriers, layout changes
 
 KnobValue = int | bool | None
@@ -29,18 +49,6 @@ class Knob:
     name: str
     values: tuple[KnobValue, ...]
     ordinal: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rejected:
-    """Why a candidate can't be used: the constraint's name and a reason for people."""
-
-    constraint: str
-    reason: str
-
-
-# A constraint gives a reason, or None if it holds. The shape is None where only the family is known.
-Check = Callable[[AttentionFamily, AttentionShape | None, KernelConfig, DeviceSpec], str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +86,11 @@ class VariantSpec:
     def domain(self, family: AttentionFamily, device: DeviceSpec) -> tuple[Knob, ...]:
         """The knobs with the values that can ever pass on a family and device: what a search should draw from."""
         base = default_config(self, family, device.arch)
+        checks = [check for _, check in self.constraints if check in ONE_KNOB_CHECKS]
 
         def usable(knob: Knob, value: KnobValue) -> bool:
             config = replace(base, **{knob.name: value})  # type: ignore[arg-type]
-            return all(check(family, None, config, device) is None for check in _ONE_KNOB_CHECKS)
+            return all(check(family, None, config, device) is None for check in checks)
 
         return tuple(replace(knob, values=tuple(v for v in knob.values if usable(knob, v))) for knob in self.knobs)
 
@@ -93,7 +102,11 @@ class VariantSpec:
         """Every point of the search space, before constraints."""
         names = [knob.name for knob in self.knobs]
         for values in product(*(knob.values for knob in self.knobs)):
-            yield self.config_type(**dict(zip(names, values, strict=True)))  # type: ignore[arg-type]
+            yield self.config(**dict(zip(names, values, strict=True)))
+
+    def config(self, **knobs: KnobValue) -> KernelConfig:
+        """A config of this variant; the fields that are not named have their default."""
+        return self.config_type(**knobs)  # type: ignore[arg-type]
 
 
 def compile_form(family: AttentionFamily) -> CompileForm:
@@ -123,57 +136,49 @@ def rejection(candidate: Candidate, shape: AttentionShape | None, device: Device
     return spec.rejection(candidate.config, family=candidate.family, shape=shape, device=device)
 
 
-def head_dim_pieces(head_dim: int, widest: int = 256) -> tuple[int, ...]:
-    """Power-of-two widths that cover a head dim, 16 to `widest` each: (128,) for 128, (64, 32) for 96.
-
-    Tiles are powers of two per dimension. What is left after pieces of the widest is covered by two where they are
-    narrower than the next power of two.
-    """
-    full, left = divmod(head_dim, widest)
-    pieces = (widest,) * full
-    if not left:
-        return pieces
-    whole = max(16, 1 << (left - 1).bit_length())
-    half = whole // 2
-    rest = max(16, 1 << (left - half - 1).bit_length()) if left > half >= 16 else half
-    return (*pieces, whole) if half + rest >= whole else (*pieces, half, rest)
-
-
-def padded_head_dim(head_dim: int, widest: int = 256) -> int:
-    """Columns that a head dim takes in shared memory and registers."""
-    return sum(head_dim_pieces(head_dim, widest))
-
-
-def multiplies_by_fma(family: AttentionFamily, arch: str) -> bool:
-    """True where Triton computes matrix products on the FMA units: fp32 in ieee precision, and all of sm_75."""
-    return family.dtype is DType.FLOAT32 or arch == "sm_75"
-
-
-def multiplies_by_warp(arch: str) -> bool:
-    """True where a matrix instruction belongs to one warp (mma.sync), not to four (wgmma) or an SM (tcgen05)."""
-    return arch in ("sm_80", "sm_86", "sm_87", "sm_89", "sm_120", "sm_121")
+# --- where a search starts --------------------------------------------------------------------------------------------
 
 
 def default_config(spec: VariantSpec, family: AttentionFamily, arch: str) -> KernelConfig:
     """An untuned config that fits 64 KB of shared memory."""
+    if spec.kernel_pass is Pass.BWD_DELTA:
+        return spec.config(BLOCK_M=32, num_warps=4)
     if multiplies_by_fma(family, arch):
-        return spec.config_type(BLOCK_M=32, BLOCK_N=16, num_warps=4, num_stages=1, HEAD_DIM_PIECE=_piece(family, 32))
+        return _tiled(spec, family, (32, 16, 4, 1), 32)
+    if spec.kernel_pass is Pass.FWD:
+        piece, tiles = (
+            64 if multiplies_by_warp(arch) else 256,
+            [(64, streamed, 4, stages) for stages, streamed in product((2, 1), (64, 32, 16))],
+        )
+    else:
+        piece, tiles = (
+            256,
+            [
+                (owned, streamed, 4, stages)
+                for owned in (64, 32, 16)
+                for stages, streamed in ((2, 64), (2, 32), (1, 64), (1, 32), (2, 16), (1, 16))
+            ],
+        )
     widest = 32 if family.access is Access.ANY else 64  # a pointer for each element leaves fewer registers
-    piece = _piece(family, 64 if multiplies_by_warp(arch) else 256)
-    for num_stages, block_n in product((2, 1), (64, 32, 16)):
-        config = spec.config_type(BLOCK_M=64, BLOCK_N=block_n, num_warps=4, num_stages=num_stages, HEAD_DIM_PIECE=piece)
-        if block_n <= widest and whole_smem_bytes(family, config) <= _DEFAULT_SMEM_BYTES:
+    for tile in tiles:
+        config = _tiled(spec, family, tile, piece)
+        if tile[1] <= widest and whole_smem_bytes(family, config) <= _DEFAULT_SMEM_BYTES:
             return config
     raise AssertionError(f"no default tile fits {family}")  # 64×16 in one stage fits head dim 256
 
 
 def seed_configs(spec: VariantSpec, family: AttentionFamily, arch: str) -> list[KernelConfig]:
     """Configs worth trying first: the default, and tiles that were fast for such head dims."""
+    default = default_config(spec, family, arch)
+    if spec.kernel_pass is Pass.BWD_DELTA:
+        return [default, *(spec.config(BLOCK_M=rows, num_warps=warps) for rows, warps in ((16, 4), (64, 4), (64, 8)))]
     wide = 2 * max(padded_head_dim(family.head_dim), padded_head_dim(family.head_dim_v))
     piece = 256
     if multiplies_by_fma(family, arch):
         piece = 32
         tiles = [(32, 32, 8, 1), (32, 16, 8, 1), (64, 32, 8, 1), (16, 16, 4, 1)]
+    elif spec.kernel_pass is not Pass.FWD:
+        tiles = _backward_tiles(spec.kernel_pass, wide)
     elif multiplies_by_warp(arch):
         piece = 64
         tiles = [(64, 64, 4, 2), (64, 32, 4, 2), (128, 64, 8, 2), (128, 32, 4, 2), (64, 32, 4, 3)]
@@ -183,175 +188,38 @@ def seed_configs(spec: VariantSpec, family: AttentionFamily, arch: str) -> list[
         tiles = [(64, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 4, 3)]
     else:
         tiles = [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (128, 32, 8, 3), (64, 32, 4, 3)]
-    seeds = [
-        spec.config_type(BLOCK_M=m, BLOCK_N=n, num_warps=w, num_stages=s, HEAD_DIM_PIECE=_piece(family, piece))
-        for m, n, w, s in tiles
-    ]
-    return [default_config(spec, family, arch), *seeds]
+    return [default, *(_tiled(spec, family, tile, piece) for tile in tiles)]
 
 
-def _piece(family: AttentionFamily, widest: int) -> int:
-    """The HEAD_DIM_PIECE that stands for `widest`: 256 where it cuts both head dims into the same pieces."""
-    dims = (family.head_dim, family.head_dim_v)
-    return 256 if all(head_dim_pieces(dim, widest) == head_dim_pieces(dim) for dim in dims) else widest
+_Tile = tuple[int, int, int, int]  # rows that a program owns, rows that its loop brings in, num_warps, num_stages
 
 
-# --- constraints ------------------------------------------------------------------------------------------------------
+def _backward_tiles(kernel_pass: Pass, wide: int) -> list[_Tile]:
+    """dk and dv together hold twice dq's accumulators, so their tiles narrow earlier."""
+    if wide <= 128:
+        if kernel_pass is Pass.BWD_DKDV:
+            return [(128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 128, 4, 2), (128, 64, 4, 2)]
+        return [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 128, 4, 2), (128, 128, 8, 2), (128, 64, 4, 2)]
+    if wide <= 256:
+        if kernel_pass is Pass.BWD_DKDV:
+            return [(64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 2), (128, 64, 8, 2), (64, 64, 8, 2), (128, 32, 8, 2)]
+        return [(64, 64, 4, 2), (64, 64, 4, 1), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (64, 32, 4, 3)]
+    if kernel_pass is Pass.BWD_DKDV:
+        return [(64, 32, 8, 1), (64, 32, 8, 2), (64, 16, 8, 2), (64, 64, 8, 1), (32, 32, 4, 1)]
+    return [(64, 32, 4, 1), (64, 32, 4, 2), (64, 64, 8, 1), (128, 32, 8, 1), (64, 32, 8, 2)]
 
 
-def _threads(
-    family: AttentionFamily, shape: AttentionShape | None, config: KernelConfig, device: DeviceSpec
-) -> str | None:
-    threads = config.num_warps * device.warp_size
-    return None if threads <= 1024 else f"{threads} threads in a program, a GPU runs at most 1024"
-
-
-def _rows_per_warp(
-    family: AttentionFamily, shape: AttentionShape | None, config: KernelConfig, device: DeviceSpec
-) -> str | None:
-    per_warp = (
-        4 if multiplies_by_fma(family, device.arch) else 16
-    )  # a matrix instruction covers 16 rows; FMA units any number
-    need = per_warp * config.num_warps
-    if need <= config.BLOCK_M:
-        return None
-    return f"BLOCK_M={config.BLOCK_M} gives a warp under {per_warp} rows; {config.num_warps} warps need {need}"
-
-
-def _head_dim_piece(
-    family: AttentionFamily, shape: AttentionShape | None, config: KernelConfig, device: DeviceSpec
-) -> str | None:
-    narrow_products = multiplies_by_warp(device.arch) or multiplies_by_fma(family, device.arch)
-    if config.HEAD_DIM_PIECE < 128 and not narrow_products:
-        return f"HEAD_DIM_PIECE={config.HEAD_DIM_PIECE} would leave {device.arch}'s wide matrix instructions half empty"
-    if _piece(family, config.HEAD_DIM_PIECE) != config.HEAD_DIM_PIECE:
-        return (
-            f"HEAD_DIM_PIECE={config.HEAD_DIM_PIECE} cuts {family.label} into the same pieces as 256: the same kernel"
-        )
-    return None
-
-
-def _score_rows(
-    family: AttentionFamily, shape: AttentionShape | None, config: KernelConfig, device: DeviceSpec
-) -> str | None:
-    widest = max(head_dim_pieces(family.head_dim_v, config.HEAD_DIM_PIECE))
-    if multiplies_by_warp(device.arch) and config.num_warps > 1 and widest > config.BLOCK_M:
-        return (
-            f"an output tile of {config.BLOCK_M} rows and {widest} columns makes Triton split columns over the warps, "
-            "which then share rows of scores; a smaller HEAD_DIM_PIECE or a larger BLOCK_M avoids it"
-        )
-    return None
-
-
-def _shared_memory(
-    family: AttentionFamily, shape: AttentionShape | None, config: KernelConfig, device: DeviceSpec
-) -> str | None:
-    need, limit = forward_smem_bytes(family, config), device.smem_optin_bytes
-    return None if need <= limit else f"needs at least {need} bytes of shared memory, {device.arch} offers {limit}"
-
-
-def _registers(
-    family: AttentionFamily, shape: AttentionShape | None, config: KernelConfig, device: DeviceSpec
-) -> str | None:
-    need, limit = forward_registers(family, config, device), config.maxnreg or MAX_REGISTERS_PER_THREAD
-    if need > limit:
-        return f"needs at least {need} registers per thread, {limit} are allowed"
-    if config.maxnreg and config.maxnreg * config.num_warps * device.warp_size > device.regs_per_sm:
-        return (
-            f"maxnreg={config.maxnreg} for {config.num_warps} warps passes the {device.regs_per_sm} registers of an SM"
-        )
-    return None
-
-
-def _register_cap(
-    family: AttentionFamily, shape: AttentionShape | None, config: KernelConfig, device: DeviceSpec
-) -> str | None:
-    if config.maxnreg is not None and not device.arch.startswith(("sm_", INTERPRETER_ARCH)):
-        return f"maxnreg={config.maxnreg} is an NVIDIA option, {device.arch} has none"
-    return None
-
-
-def _tile_fits_problem(
-    family: AttentionFamily, shape: AttentionShape | None, config: KernelConfig, device: DeviceSpec
-) -> str | None:
-    if shape is None:
-        return None
-    for name, block, length in (
-        ("BLOCK_M", config.BLOCK_M, shape.seqlen_q),
-        ("BLOCK_N", config.BLOCK_N, shape.seqlen_k),
-    ):
-        if block >= 2 * max(16, length):
-            return f"{name}={block} is at least twice the length {length}: half of the tile would be padding"
-    return None
-
-
-def _exact_lengths(
-    family: AttentionFamily, shape: AttentionShape | None, config: KernelConfig, device: DeviceSpec
-) -> str | None:
-    if not config.EXACT_LENGTHS or shape is None:
-        return None
-    for name, block, length in (
-        ("BLOCK_M", config.BLOCK_M, shape.seqlen_q),
-        ("BLOCK_N", config.BLOCK_N, shape.seqlen_k),
-    ):
-        if length % block:
-            return f"EXACT_LENGTHS needs {name}={block} to divide {length}"
-    return None
-
-
-def _row_sums(
-    family: AttentionFamily, shape: AttentionShape | None, config: KernelConfig, device: DeviceSpec
-) -> str | None:
-    if config.ROW_SUM_LANES > 1 and config.BLOCK_N < 32:
-        return f"ROW_SUM_LANES={config.ROW_SUM_LANES} needs BLOCK_N of at least 32, not {config.BLOCK_N}"
-    return None
-
-
-# Checks that look at one knob only: a value that fails them never passes on that family and device.
-_ONE_KNOB_CHECKS: tuple[Check, ...] = (_register_cap, _head_dim_piece)
-
-_FORWARD_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
-    ("threads", _threads),
-    ("rows_per_warp", _rows_per_warp),
-    ("register_cap", _register_cap),
-    ("head_dim_piece", _head_dim_piece),
-    ("score_rows", _score_rows),
-    ("shared_memory", _shared_memory),
-    ("registers", _registers),
-    ("row_sums", _row_sums),
-    ("exact_lengths", _exact_lengths),
-    ("tile_fits_problem", _tile_fits_problem),
-)
-
-
-def forward_smem_bytes(family: AttentionFamily, config: KernelConfig) -> int:
-    """Lower bound of the forward's shared memory: the K and V tiles in flight (and Q where a pipeline holds it)."""
-    in_flight = config.num_stages - 1
-    return in_flight * config.BLOCK_N * _row_bytes(family, config)
-
-
-def whole_smem_bytes(family: AttentionFamily, config: KernelConfig) -> int:
-    """What the forward takes where everything lies in shared memory (Hopper): Q, and K and V of every stage."""
-    q_bytes = config.BLOCK_M * padded_head_dim(family.head_dim, config.HEAD_DIM_PIECE) * family.dtype.itemsize
-    return q_bytes + config.num_stages * config.BLOCK_N * _row_bytes(family, config)
-
-
-def _row_bytes(family: AttentionFamily, config: KernelConfig) -> int:
-    """Bytes of one row of K and one of V, padded."""
-    columns = sum(padded_head_dim(dim, config.HEAD_DIM_PIECE) for dim in (family.head_dim, family.head_dim_v))
-    return columns * family.dtype.itemsize
-
-
-def forward_registers(family: AttentionFamily, config: KernelConfig, device: DeviceSpec) -> int:
-    """Lower bound of the forward's registers per thread: the accumulator, the scores, and P as the next operand."""
-    threads = config.num_warps * device.warp_size
-    scores = config.BLOCK_M * config.BLOCK_N
-    words = (
-        config.BLOCK_M * padded_head_dim(family.head_dim_v, config.HEAD_DIM_PIECE)
-        + scores
-        + scores * family.dtype.itemsize // 4
+def _tiled(spec: VariantSpec, family: AttentionFamily, tile: _Tile, widest: int) -> KernelConfig:
+    """A config by what a program owns and what its loop brings in: queries and keys, or for dk and dv the reverse."""
+    owned, streamed, num_warps, num_stages = tile
+    block_m, block_n = (streamed, owned) if spec.kernel_pass is Pass.BWD_DKDV else (owned, streamed)
+    return spec.config(
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        HEAD_DIM_PIECE=canonical_piece(family, widest),
     )
-    return words // threads
 
 
 # --- what serves what -------------------------------------------------------------------------------------------------
@@ -394,6 +262,21 @@ _FORWARD_KNOBS = (
     Knob(name="EXACT_LENGTHS", values=(False, True)),
 )
 
+_BACKWARD_KNOBS = tuple(knob for knob in _FORWARD_KNOBS if knob.name != "ROW_SUM_LANES")
+
+
+def _backward(kernel_pass: Pass, variant: Variant, config_type: type[KernelConfig]) -> VariantSpec:
+    return VariantSpec(
+        kernel_pass=kernel_pass,
+        variant=variant,
+        template=f"{kernel_pass}_{variant}.py.jinja",
+        config_type=config_type,
+        knobs=_BACKWARD_KNOBS,
+        constraints=BACKWARD_CONSTRAINTS,
+        supports=_tma_supports if variant is Variant.TMA else _portable_supports,
+    )
+
+
 VARIANTS: tuple[VariantSpec, ...] = (
     VariantSpec(
         kernel_pass=Pass.FWD,
@@ -401,7 +284,7 @@ VARIANTS: tuple[VariantSpec, ...] = (
         template="fwd_portable.py.jinja",
         config_type=PortableFwdConfig,
         knobs=_FORWARD_KNOBS,
-        constraints=_FORWARD_CONSTRAINTS,
+        constraints=FORWARD_CONSTRAINTS,
         supports=_portable_supports,
     ),
     VariantSpec(
@@ -410,9 +293,25 @@ VARIANTS: tuple[VariantSpec, ...] = (
         template="fwd_tma.py.jinja",
         config_type=TmaFwdConfig,
         knobs=(*_FORWARD_KNOBS, Knob(name="STORE_BY_TMA", values=(False, True))),
-        constraints=_FORWARD_CONSTRAINTS,
+        constraints=FORWARD_CONSTRAINTS,
         supports=_tma_supports,
     ),
+    VariantSpec(
+        kernel_pass=Pass.BWD_DELTA,
+        variant=Variant.PORTABLE,
+        template="bwd_delta_portable.py.jinja",
+        config_type=BwdDeltaConfig,
+        knobs=(
+            Knob(name="BLOCK_M", values=(16, 32, 64, 128), ordinal=True),
+            Knob(name="num_warps", values=(1, 2, 4, 8), ordinal=True),
+        ),
+        constraints=DELTA_CONSTRAINTS,
+        supports=_portable_supports,
+    ),
+    _backward(Pass.BWD_DKDV, Variant.PORTABLE, PortableBwdDkDvConfig),
+    _backward(Pass.BWD_DKDV, Variant.TMA, TmaBwdDkDvConfig),
+    _backward(Pass.BWD_DQ, Variant.PORTABLE, PortableBwdDqConfig),
+    _backward(Pass.BWD_DQ, Variant.TMA, TmaBwdDqConfig),
 )
 
 for _spec in VARIANTS:  # a knob without a field, or a field without a knob, is a mistake of ours

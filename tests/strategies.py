@@ -1,5 +1,7 @@
 """Hypothesis strategies for our dataclasses."""
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from fa_autotune.device import KNOWN_DEVICES, DeviceSpec
@@ -11,6 +13,7 @@ from fa_autotune.problem import (
     AttentionProblem,
     AttentionShape,
     DType,
+    Pass,
     strongest_access,
 )
 from fa_autotune.records import Candidate
@@ -26,16 +29,19 @@ def head_dims() -> st.SearchStrategy[int]:
 
 
 @st.composite
-def families(draw: st.DrawFn) -> AttentionFamily:
-    """Families of every dtype, pair of head dims and access that go together."""
+def families(draw: st.DrawFn, kernel_pass: Pass | None = None) -> AttentionFamily:
+    """Families of every pass (or one), dtype, pair of head dims and access that go together."""
+    drawn_pass = kernel_pass or draw(st.sampled_from(Pass))
+    is_delta = drawn_pass is Pass.BWD_DELTA  # which has no keys
     dtype, head_dim = draw(st.sampled_from(DType)), draw(head_dims())
-    head_dim_v = draw(st.one_of(st.just(head_dim), head_dims()))
+    head_dim_v = head_dim if is_delta else draw(st.one_of(st.just(head_dim), head_dims()))
     served = Access if strongest_access(dtype, head_dim, head_dim_v) is Access.TMA else [Access.ANY]
     return AttentionFamily(
+        kernel_pass=drawn_pass,
         dtype=dtype,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        bounded_right=draw(st.booleans()),
+        bounded_right=not is_delta and draw(st.booleans()),
         access=draw(st.sampled_from(served)),
     )
 
@@ -53,22 +59,28 @@ def shapes(draw: st.DrawFn, *, max_seqlen: int = 2**20) -> AttentionShape:
     )
 
 
-def problems(*, max_seqlen: int = 2**20) -> st.SearchStrategy[AttentionProblem]:
-    """Any family with any shape."""
-    return st.builds(AttentionProblem, family=families(), shape=shapes(max_seqlen=max_seqlen))
+@st.composite
+def problems(draw: st.DrawFn, *, max_seqlen: int = 2**20) -> AttentionProblem:
+    """Any family with any shape that it knows."""
+    family, shape = draw(families()), draw(shapes(max_seqlen=max_seqlen))
+    if family.kernel_pass is Pass.BWD_DELTA:
+        shape = replace(shape, num_kv_heads=shape.num_q_heads, seqlen_k=shape.seqlen_q)
+    return AttentionProblem(family=family, shape=shape)
 
 
-def variant_specs() -> st.SearchStrategy[VariantSpec]:
-    """One of the registered variants."""
-    return st.sampled_from(VARIANTS)
+@st.composite
+def specs_and_families(draw: st.DrawFn) -> tuple[VariantSpec, AttentionFamily]:
+    """One of the registered variants, with a family of its pass."""
+    spec = draw(st.sampled_from(VARIANTS))
+    return spec, draw(families(spec.kernel_pass))
 
 
 @st.composite
 def candidates(draw: st.DrawFn) -> Candidate:
-    """A point of a variant's search space for any family, constraints not yet asked."""
-    spec = draw(variant_specs())
-    config = spec.config_type(**{knob.name: draw(st.sampled_from(knob.values)) for knob in spec.knobs})
-    return Candidate(family=draw(families()), variant=spec.variant, config=config)
+    """A point of a variant's search space for any family of its pass, constraints not yet asked."""
+    spec, family = draw(specs_and_families())
+    config = spec.config(**{knob.name: draw(st.sampled_from(knob.values)) for knob in spec.knobs})
+    return Candidate(family=family, variant=spec.variant, config=config)
 
 
 def devices() -> st.SearchStrategy[DeviceSpec]:

@@ -20,15 +20,16 @@ from hypothesis import strategies as st
 
 from fa_autotune.cli.explain import explain_command
 from fa_autotune.config import KernelConfig, PortableFwdConfig, TmaFwdConfig
+from fa_autotune.constraints import in_flight_smem_bytes
 from fa_autotune.device import INTERPRETER, KNOWN_DEVICES, DeviceSpec
 from fa_autotune.dispatch import MAX_REMEMBERED, Decision, Dispatcher, Origin, decide, shape_distance
 from fa_autotune.errors import FaAutotuneError, NoKernelError, TemplateError, UnsupportedError
 from fa_autotune.misses import MAX_PROBLEMS, MissLog
-from fa_autotune.problem import Access, AttentionProblem
+from fa_autotune.problem import Access, AttentionProblem, Pass
 from fa_autotune.records import Candidate, Regime, Variant
 from fa_autotune.snapshot import Snapshot, Source, WinnerRow
-from fa_autotune.variants import MIN_TRITON, forward_smem_bytes, rejection, supported_variants, variant_spec
-from tests.strategies import candidates, devices, problems
+from fa_autotune.variants import MIN_TRITON, VARIANTS, default_config, rejection, supported_variants, variant_spec
+from tests.strategies import devices, problems
 
 H100, H200, A100, T4 = (KNOWN_DEVICES[name] for name in ("h100", "h200", "a100", "t4"))
 TRITON = "3.7.1"
@@ -38,7 +39,14 @@ TMA = TmaFwdConfig(BLOCK_M=64, BLOCK_N=128, num_warps=4, num_stages=2)
 
 
 def variant_of(config: KernelConfig) -> Variant:
-    return Variant.TMA if isinstance(config, TmaFwdConfig) else Variant.PORTABLE
+    return Variant.TMA if type(config).__name__.startswith("Tma") else Variant.PORTABLE
+
+
+def portable_config(problem: AttentionProblem) -> KernelConfig:
+    """A config of the portable variant of a problem's pass."""
+    if problem.family.kernel_pass is Pass.FWD:
+        return PORTABLE
+    return default_config(variant_spec(problem.family.kernel_pass, Variant.PORTABLE), problem.family, H200.arch)
 
 
 def winner(
@@ -162,7 +170,7 @@ def test_interpreter_and_gpu_never_use_each_others_rows() -> None:
 def test_nothing_known_gives_a_default_that_fits_64_kb() -> None:
     decision = choose(PROBLEM)
     assert (decision.origin, decision.row, decision.source, decision.median_ms) == (Origin.DEFAULT, None, None, None)
-    assert forward_smem_bytes(PROBLEM.family, decision.candidate.config) <= 65536
+    assert in_flight_smem_bytes(PROBLEM.family, decision.candidate.config) <= 65536
 
 
 @pytest.mark.parametrize("seqlens", ["1x1", "1x4096", "17x33", "4096x1", "33x16"])
@@ -316,17 +324,17 @@ def databases(draw: st.DrawFn, problem: AttentionProblem) -> list[WinnerRow]:
     """Winners of this problem's and of other families on any device, with any config of the space."""
     rows = []
     for _ in range(draw(st.integers(0, 6))):
-        config = draw(candidates()).config
         other = draw(problems())
         access = st.just(problem.family.access)
         if other.family.access is not Access.ANY:
             access = st.sampled_from([problem.family.access, Access.ANY])
         family = draw(st.sampled_from([problem.family, other.family, replace(problem.family, access=draw(access))]))
         shape = draw(st.sampled_from([problem.shape, other.shape]))
+        spec = draw(st.sampled_from([spec for spec in VARIANTS if spec.kernel_pass is family.kernel_pass]))
         rows.append(
             winner(
                 AttentionProblem(family=family, shape=shape),
-                config,
+                spec.config(**{knob.name: draw(st.sampled_from(knob.values)) for knob in spec.knobs}),
                 draw(st.sampled_from([H100, H200, A100, INTERPRETER])),
                 median_ms=draw(st.sampled_from([0.5, 1.0, 2.0])),
                 **draw(st.sampled_from(LADDER)),
@@ -362,9 +370,7 @@ def test_order_of_rows_never_matters(data: st.DataObject, problem: AttentionProb
 
 @given(problems(max_seqlen=512), st.lists(problems(max_seqlen=512), max_size=5))
 def test_nearest_of_a_tuned_problem_is_itself(problem: AttentionProblem, others: list[AttentionProblem]) -> None:
-    rows = [
-        winner(replace(other, family=problem.family), config) for other in [*others, problem] for config in (PORTABLE,)
-    ]
+    rows = [winner(replace(other, family=problem.family), portable_config(problem)) for other in [*others, problem]]
     decision = choose(problem, *rows)
     if rejection(rows[-1].candidate, problem.shape, H200) is None:
         assert decision.row is not None

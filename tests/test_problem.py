@@ -46,7 +46,7 @@ def test_the_short_form_names_every_problem(problem: AttentionProblem) -> None:
     family = problem.family
     mask = "causal" if family.bounded_right else "full"
     dims = f"{family.head_dim}x{family.head_dim_v}"
-    text = f"{problem.shape.label}x{dims}, {mask}, {family.dtype.value}, {family.access.value}"
+    text = f"{problem.shape.label}x{dims}, {mask}, {family.dtype.value}, {family.access.value}, {family.kernel_pass}"
     assert AttentionProblem.parse(text) == problem
 
 

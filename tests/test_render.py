@@ -18,13 +18,14 @@ from strategies import candidates
 
 from fa_autotune import render as render_module
 from fa_autotune.config import PortableFwdConfig, TmaFwdConfig
+from fa_autotune.constraints import head_dim_pieces
 from fa_autotune.device import KNOWN_DEVICES
 from fa_autotune.errors import InvalidConfigError, InvalidProblemError, TemplateError
 from fa_autotune.paths import templates_dir
 from fa_autotune.problem import Access, AttentionFamily, DType, strongest_access
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.render import KernelSource, pieces, render
-from fa_autotune.variants import VARIANTS, head_dim_pieces, variant_spec
+from fa_autotune.variants import VARIANTS, variant_spec
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 UPDATE_VARIABLE = "FA_AUTOTUNE_UPDATE_GOLDEN"
@@ -146,7 +147,7 @@ def test_a_render_has_no_unused_names(case: str) -> None:
 def test_every_candidate_renders_as_python_of_its_own_digest(candidate: Candidate) -> None:
     source = render(candidate)
     ast.parse(source.text)
-    assert source.name == f"fwd_{source.digest}"
+    assert source.name == f"{candidate.family.kernel_pass}_{source.digest}"
 
 
 @settings(max_examples=30)
@@ -159,7 +160,8 @@ def test_the_signature_names_the_kernels_parameters_in_order(candidate: Candidat
         for node in tree.body
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
-    parameters = [argument.arg for argument in functions["attention_fwd"].args.args]
+    kernel = functions[f"attention_{candidate.family.kernel_pass}"]
+    parameters = [argument.arg for argument in kernel.args.args]
     assert list(ast.literal_eval(assigned["SIGNATURE"])) == parameters
     assert set(ast.literal_eval(assigned["ALIGNMENT"])) <= set(parameters)
 
@@ -366,7 +368,7 @@ def leaves(value: object) -> Iterator[object]:
         yield value
 
 
-OUR_WORDS = {"q", "k", "v", "o", "bhm", "bhn", "bhmd", "bhnd", "fp16", "bf16", "fp32"}
+OUR_WORDS = {"q", "k", "v", "o", "do", "dq", "dk", "dv", "bhm", "bhn", "bhmd", "bhnd", "fp16", "bf16", "fp32"}
 
 
 @given(candidate=candidates())

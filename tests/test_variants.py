@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import candidates, devices, families, problems, variant_specs
+from strategies import candidates, devices, families, problems, specs_and_families
 
 from fa_autotune.config import PortableFwdConfig
+from fa_autotune.constraints import head_dim_pieces, padded_head_dim, whole_smem_bytes
 from fa_autotune.device import INTERPRETER, KNOWN_DEVICES, DeviceSpec
 from fa_autotune.errors import UnsupportedError
 from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, DType, Pass
@@ -18,14 +19,11 @@ from fa_autotune.variants import (
     VariantSpec,
     compile_form,
     default_config,
-    head_dim_pieces,
-    padded_head_dim,
     problem_candidates,
     rejection,
     seed_configs,
     supported_variants,
     variant_spec,
-    whole_smem_bytes,
 )
 
 H200 = KNOWN_DEVICES["h200"]
@@ -103,34 +101,40 @@ def test_a_boolean_is_no_integer_knob_value() -> None:
     assert rejected.constraint == "search_space"
 
 
-@pytest.mark.parametrize("spec", VARIANTS, ids=lambda spec: spec.variant.value)
+every_spec = pytest.mark.parametrize("spec", VARIANTS, ids=lambda spec: f"{spec.kernel_pass}-{spec.variant}")
+
+
+@every_spec
 def test_candidates_of_a_problem_pass_their_own_constraints(spec: VariantSpec) -> None:
-    found = problem_candidates(AttentionProblem.parse("1x2x2x32x32x64"), spec, H200)
+    problem = AttentionProblem.parse("1x2x2x32x32x64").for_pass(spec.kernel_pass)
+    found = problem_candidates(problem, spec, H200)
     assert found
-    shape = AttentionProblem.parse("1x2x2x32x32x64").shape
-    assert all(rejection(candidate, shape, H200) is None for candidate in found)
+    assert all(rejection(candidate, problem.shape, H200) is None for candidate in found)
 
 
-@pytest.mark.parametrize("spec", VARIANTS, ids=lambda spec: spec.variant.value)
+@every_spec
 def test_the_space_has_as_many_points_as_it_says(spec: VariantSpec) -> None:
     assert len(set(spec.configs())) == spec.size()
 
 
-@given(families(), variant_specs(), devices())
+@given(specs_and_families(), devices())
 def test_the_default_passes_every_constraint_of_every_gpu(
-    family: AttentionFamily, spec: VariantSpec, device: DeviceSpec
+    pair: tuple[VariantSpec, AttentionFamily], device: DeviceSpec
 ) -> None:
+    spec, family = pair
     candidate = Candidate(family=family, variant=spec.variant, config=default_config(spec, family, device.arch))
     assert rejection(candidate, None, device) is None
 
 
-@given(families(), variant_specs(), devices())
-def test_the_default_fits_64_kilobytes(family: AttentionFamily, spec: VariantSpec, device: DeviceSpec) -> None:
+@given(specs_and_families(), devices())
+def test_the_default_fits_64_kilobytes(pair: tuple[VariantSpec, AttentionFamily], device: DeviceSpec) -> None:
+    spec, family = pair
     assert whole_smem_bytes(family, default_config(spec, family, device.arch)) <= 64 * 1024
 
 
-@given(families(), variant_specs())
-def test_seeds_lie_in_the_search_space(family: AttentionFamily, spec: VariantSpec) -> None:
+@given(specs_and_families())
+def test_seeds_lie_in_the_search_space(pair: tuple[VariantSpec, AttentionFamily]) -> None:
+    spec, family = pair
     for config in seed_configs(spec, family, H200.arch):
         rejected = spec.rejection(config, family=family, shape=None, device=H200)
         assert rejected is None or rejected.constraint != "search_space"

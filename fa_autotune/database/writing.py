@@ -145,7 +145,8 @@ def _flattened(candidate: Candidate) -> Values:
     """What the keys say already, once more in columns, for people and queries."""
     config = candidate.config
     knobs = {
-        name.lower(): getattr(config, name) for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "maxnreg")
+        name.lower(): getattr(config, name, None)
+        for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "maxnreg")
     }
     return {"kernel_pass": candidate.family.kernel_pass.value, **knobs}
 

@@ -14,10 +14,11 @@ from itertools import chain, combinations
 import optuna
 
 from fa_autotune.config import KernelConfig
+from fa_autotune.constraints import Rejected
 from fa_autotune.device import DeviceSpec
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, TrialStatus, Variant
-from fa_autotune.variants import Knob, KnobValue, Rejected, VariantSpec
+from fa_autotune.variants import Knob, KnobValue, VariantSpec
 
 LOCAL_SHARE = 0.35  # of a problem's trials, at the end: steps from the best config instead of the sampler's ideas
 PROBE_SHARE = 1 / 3  # of a variant's equal share, before variants are compared

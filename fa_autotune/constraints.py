@@ -1,0 +1,328 @@
+"""Named constraints on candidates, and the estimates that they rest on.
+
+A constraint answers with a reason, so a sweep can explain itself. Estimates are lower bounds: they reject what cannot
+work before it is compiled; the compiled kernel's own figures are checked later.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fa_autotune.config import BackwardConfig, BwdDeltaConfig, ForwardConfig, KernelConfig, TiledConfig
+from fa_autotune.device import INTERPRETER_ARCH, DeviceSpec
+from fa_autotune.problem import AttentionFamily, AttentionShape, DType, Pass
+
+MAX_REGISTERS_PER_THREAD = 255
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """Why a candidate can't be used: the constraint's name and a reason for people."""
+
+    constraint: str
+    reason: str
+
+
+# A constraint gives a reason, or None if it holds. The config is of the type that the constrained variant takes; the
+# shape is None where only the family is known.
+Check = Callable[[AttentionFamily, AttentionShape | None, Any, DeviceSpec], str | None]
+
+
+# --- tiles ------------------------------------------------------------------------------------------------------------
+
+
+def head_dim_pieces(head_dim: int, widest: int = 256) -> tuple[int, ...]:
+    """Power-of-two widths that cover a head dim, 16 to `widest` each: (128,) for 128, (64, 32) for 96.
+
+    Tiles are powers of two per dimension. What is left after pieces of the widest is covered by two where they are
+    narrower than the next power of two.
+    """
+    full, left = divmod(head_dim, widest)
+    pieces = (widest,) * full
+    if not left:
+        return pieces
+    whole = max(16, 1 << (left - 1).bit_length())
+    half = whole // 2
+    rest = max(16, 1 << (left - half - 1).bit_length()) if left > half >= 16 else half
+    return (*pieces, whole) if half + rest >= whole else (*pieces, half, rest)
+
+
+def padded_head_dim(head_dim: int, widest: int = 256) -> int:
+    """Columns that a head dim takes in shared memory and registers."""
+    return sum(head_dim_pieces(head_dim, widest))
+
+
+def multiplies_by_fma(family: AttentionFamily, arch: str) -> bool:
+    """True where Triton computes matrix products on the FMA units: fp32 in ieee precision, and all of sm_75."""
+    return family.dtype is DType.FLOAT32 or arch == "sm_75"
+
+
+def multiplies_by_warp(arch: str) -> bool:
+    """True where a matrix instruction belongs to one warp (mma.sync), not to four (wgmma) or an SM (tcgen05)."""
+    return arch in ("sm_80", "sm_86", "sm_87", "sm_89", "sm_120", "sm_121")
+
+
+def multiplies_in_tensor_memory(arch: str) -> bool:
+    """True where accumulators lie in tensor memory (tcgen05), so that they may cost no registers."""
+    return arch in ("sm_100", "sm_101", "sm_103", "sm_110")
+
+
+def canonical_piece(family: AttentionFamily, widest: int) -> int:
+    """The HEAD_DIM_PIECE that stands for `widest`: 256 where it cuts both head dims into the same pieces."""
+    dims = (family.head_dim, family.head_dim_v)
+    return 256 if all(head_dim_pieces(dim, widest) == head_dim_pieces(dim) for dim in dims) else widest
+
+
+def owned_and_streamed(family: AttentionFamily, config: TiledConfig) -> tuple[int, int]:
+    """Rows of the tiles that a program keeps, and of those that its loop brings in: queries and keys or the reverse."""
+    if family.kernel_pass is Pass.BWD_DKDV:
+        return config.BLOCK_N, config.BLOCK_M
+    return config.BLOCK_M, config.BLOCK_N
+
+
+def in_flight_smem_bytes(family: AttentionFamily, config: TiledConfig) -> int:
+    """Lower bound of shared memory: the pairs of tiles (K and V, or Q and dO) that a pipeline has in flight."""
+    _, streamed = owned_and_streamed(family, config)
+    return (config.num_stages - 1) * streamed * _row_bytes(family, config)
+
+
+def whole_smem_bytes(family: AttentionFamily, config: KernelConfig) -> int:
+    """What a kernel takes where every tile that it loads lies in shared memory (Hopper): its own and those of every
+    stage."""
+    if isinstance(config, BwdDeltaConfig):
+        return 0
+    owned, streamed = owned_and_streamed(family, config)
+    row_bytes = _row_bytes(family, config)
+    own_bytes = row_bytes
+    if family.kernel_pass is Pass.FWD:  # Q alone
+        own_bytes = padded_head_dim(family.head_dim, config.HEAD_DIM_PIECE) * family.dtype.itemsize
+    return owned * own_bytes + config.num_stages * streamed * row_bytes
+
+
+def _row_bytes(family: AttentionFamily, config: TiledConfig) -> int:
+    """Bytes of one row of a pair of tiles, one of head_dim and one of head_dim_v, padded."""
+    return sum(_padded_head_dims(family, config)) * family.dtype.itemsize
+
+
+def _padded_head_dims(family: AttentionFamily, config: TiledConfig) -> tuple[int, int]:
+    widest = config.HEAD_DIM_PIECE
+    return padded_head_dim(family.head_dim, widest), padded_head_dim(family.head_dim_v, widest)
+
+
+def forward_registers(family: AttentionFamily, config: ForwardConfig, device: DeviceSpec) -> int:
+    """Lower bound of the forward's registers per thread: the accumulator, the scores, and P as the next operand."""
+    scores = config.BLOCK_M * config.BLOCK_N
+    accumulator = config.BLOCK_M * _padded_head_dims(family, config)[1]
+    words = accumulator + scores + scores * family.dtype.itemsize // 4
+    return words // (config.num_warps * device.warp_size)
+
+
+def backward_registers(family: AttentionFamily, config: BackwardConfig, device: DeviceSpec) -> int:
+    """Lower bound of a backward's registers per thread: its accumulators, and P and dP, both needed for dS."""
+    owned, _ = owned_and_streamed(family, config)
+    qk_columns, v_columns = _padded_head_dims(family, config)
+    columns = qk_columns + v_columns if family.kernel_pass is Pass.BWD_DKDV else qk_columns
+    accumulators = 0 if multiplies_in_tensor_memory(device.arch) else owned * columns
+    words = accumulators + 2 * config.BLOCK_M * config.BLOCK_N
+    return words // (config.num_warps * device.warp_size)
+
+
+# --- constraints on any kernel ----------------------------------------------------------------------------------------
+
+
+def threads(
+    family: AttentionFamily, shape: AttentionShape | None, config: KernelConfig, device: DeviceSpec
+) -> str | None:
+    """A program is one block of threads."""
+    count = config.num_warps * device.warp_size
+    return None if count <= 1024 else f"{count} threads in a program, a GPU runs at most 1024"
+
+
+def tile_fits_problem(
+    family: AttentionFamily, shape: AttentionShape | None, config: KernelConfig, device: DeviceSpec
+) -> str | None:
+    """A tile is not mostly padding."""
+    for name, block, length in _blocks_and_lengths(shape, config):
+        if block >= 2 * max(16, length):
+            return f"{name}={block} is at least twice the length {length}: half of the tile would be padding"
+    return None
+
+
+def _blocks_and_lengths(shape: AttentionShape | None, config: KernelConfig) -> list[tuple[str, int, int]]:
+    if shape is None:
+        return []
+    found = [("BLOCK_M", config.BLOCK_M, shape.seqlen_q)]
+    if not isinstance(config, BwdDeltaConfig):
+        found.append(("BLOCK_N", config.BLOCK_N, shape.seqlen_k))
+    return found
+
+
+# --- constraints on kernels that loop over tiles ----------------------------------------------------------------------
+
+
+def register_cap(
+    family: AttentionFamily, shape: AttentionShape | None, config: TiledConfig, device: DeviceSpec
+) -> str | None:
+    """Only NVIDIA's assembler takes a cap."""
+    if config.maxnreg is not None and not device.arch.startswith(("sm_", INTERPRETER_ARCH)):
+        return f"maxnreg={config.maxnreg} is an NVIDIA option, {device.arch} has none"
+    return None
+
+
+def head_dim_piece(
+    family: AttentionFamily, shape: AttentionShape | None, config: TiledConfig, device: DeviceSpec
+) -> str | None:
+    """Pieces fill the matrix instructions, and each way to cut the head dims has one name."""
+    narrow_products = multiplies_by_warp(device.arch) or multiplies_by_fma(family, device.arch)
+    if config.HEAD_DIM_PIECE < 128 and not narrow_products:
+        return f"HEAD_DIM_PIECE={config.HEAD_DIM_PIECE} would leave {device.arch}'s wide matrix instructions half empty"
+    if canonical_piece(family, config.HEAD_DIM_PIECE) != config.HEAD_DIM_PIECE:
+        return (
+            f"HEAD_DIM_PIECE={config.HEAD_DIM_PIECE} cuts {family.label} into the same pieces as 256: the same kernel"
+        )
+    return None
+
+
+def shared_memory(
+    family: AttentionFamily, shape: AttentionShape | None, config: TiledConfig, device: DeviceSpec
+) -> str | None:
+    """The tiles in flight fit."""
+    need, limit = in_flight_smem_bytes(family, config), device.smem_optin_bytes
+    return None if need <= limit else f"needs at least {need} bytes of shared memory, {device.arch} offers {limit}"
+
+
+def exact_lengths(
+    family: AttentionFamily, shape: AttentionShape | None, config: TiledConfig, device: DeviceSpec
+) -> str | None:
+    """A kernel without ragged masking gets whole blocks."""
+    if not config.EXACT_LENGTHS:
+        return None
+    for name, block, length in _blocks_and_lengths(shape, config):
+        if length % block:
+            return f"EXACT_LENGTHS needs {name}={block} to divide {length}"
+    return None
+
+
+def _registers_suffice(need: int, config: TiledConfig, device: DeviceSpec) -> str | None:
+    limit = config.maxnreg or MAX_REGISTERS_PER_THREAD
+    if need > limit:
+        return f"needs at least {need} registers per thread, {limit} are allowed"
+    if config.maxnreg and config.maxnreg * config.num_warps * device.warp_size > device.regs_per_sm:
+        return (
+            f"maxnreg={config.maxnreg} for {config.num_warps} warps passes the {device.regs_per_sm} registers of an SM"
+        )
+    return None
+
+
+# --- constraints on the forward ---------------------------------------------------------------------------------------
+
+
+def rows_per_warp(
+    family: AttentionFamily, shape: AttentionShape | None, config: ForwardConfig, device: DeviceSpec
+) -> str | None:
+    """Warps split the query rows, so that the softmax needs no merge."""
+    per_warp = (
+        4 if multiplies_by_fma(family, device.arch) else 16
+    )  # a matrix instruction covers 16 rows; FMA units any number
+    need = per_warp * config.num_warps
+    if need <= config.BLOCK_M:
+        return None
+    return f"BLOCK_M={config.BLOCK_M} gives a warp under {per_warp} rows; {config.num_warps} warps need {need}"
+
+
+def score_rows(
+    family: AttentionFamily, shape: AttentionShape | None, config: ForwardConfig, device: DeviceSpec
+) -> str | None:
+    """Triton does not split the columns of scores over the warps."""
+    widest = max(head_dim_pieces(family.head_dim_v, config.HEAD_DIM_PIECE))
+    if multiplies_by_warp(device.arch) and config.num_warps > 1 and widest > config.BLOCK_M:
+        return (
+            f"an output tile of {config.BLOCK_M} rows and {widest} columns makes Triton split columns over the warps, "
+            "which then share rows of scores; a smaller HEAD_DIM_PIECE or a larger BLOCK_M avoids it"
+        )
+    return None
+
+
+def registers(
+    family: AttentionFamily, shape: AttentionShape | None, config: ForwardConfig, device: DeviceSpec
+) -> str | None:
+    """What the loop holds fits the register file."""
+    return _registers_suffice(forward_registers(family, config, device), config, device)
+
+
+def row_sums(
+    family: AttentionFamily, shape: AttentionShape | None, config: ForwardConfig, device: DeviceSpec
+) -> str | None:
+    """Partial row sums have keys to share out."""
+    if config.ROW_SUM_LANES > 1 and config.BLOCK_N < 32:
+        return f"ROW_SUM_LANES={config.ROW_SUM_LANES} needs BLOCK_N of at least 32, not {config.BLOCK_N}"
+    return None
+
+
+# --- constraints on the backward --------------------------------------------------------------------------------------
+
+
+def tile_per_warp(
+    family: AttentionFamily, shape: AttentionShape | None, config: BackwardConfig, device: DeviceSpec
+) -> str | None:
+    """Every warp has a part of the scores; nothing is reduced along them, so warps may split rows or columns."""
+    per_warp = 64 if multiplies_by_fma(family, device.arch) else 128  # a matrix instruction's smallest tile is 16×8
+    need, has = per_warp * config.num_warps, config.BLOCK_M * config.BLOCK_N
+    return (
+        None if need <= has else f"{has} scores in a tile give a warp under {per_warp}; {config.num_warps} need {need}"
+    )
+
+
+def registers_of_gradients(
+    family: AttentionFamily, shape: AttentionShape | None, config: BackwardConfig, device: DeviceSpec
+) -> str | None:
+    """What the loop holds fits the register file."""
+    return _registers_suffice(backward_registers(family, config, device), config, device)
+
+
+def rows_in_registers(
+    family: AttentionFamily, shape: AttentionShape | None, config: BwdDeltaConfig, device: DeviceSpec
+) -> str | None:
+    """The tiles of out and do give every thread a value and fit the register file."""
+    count = config.num_warps * device.warp_size
+    values = config.BLOCK_M * max(head_dim_pieces(family.head_dim_v))
+    if values < count:
+        return f"BLOCK_M={config.BLOCK_M} gives {values} values to {count} threads"
+    need = 2 * values * family.dtype.itemsize // 4 // count
+    if need > MAX_REGISTERS_PER_THREAD:
+        return f"needs at least {need} registers per thread, {MAX_REGISTERS_PER_THREAD} are allowed"
+    return None
+
+
+# Constraints that look at one knob only: a value that fails them never passes on that family and device.
+ONE_KNOB_CHECKS: tuple[Check, ...] = (register_cap, head_dim_piece)
+
+FORWARD_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
+    ("threads", threads),
+    ("rows_per_warp", rows_per_warp),
+    ("register_cap", register_cap),
+    ("head_dim_piece", head_dim_piece),
+    ("score_rows", score_rows),
+    ("shared_memory", shared_memory),
+    ("registers", registers),
+    ("row_sums", row_sums),
+    ("exact_lengths", exact_lengths),
+    ("tile_fits_problem", tile_fits_problem),
+)
+
+BACKWARD_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
+    ("threads", threads),
+    ("tile_per_warp", tile_per_warp),
+    ("register_cap", register_cap),
+    ("head_dim_piece", head_dim_piece),
+    ("shared_memory", shared_memory),
+    ("registers", registers_of_gradients),
+    ("exact_lengths", exact_lengths),
+    ("tile_fits_problem", tile_fits_problem),
+)
+
+DELTA_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
+    ("threads", threads),
+    ("rows_in_registers", rows_in_registers),
+    ("tile_fits_problem", tile_fits_problem),
+)
