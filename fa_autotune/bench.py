@@ -8,7 +8,7 @@ import datetime
 import math
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -24,29 +24,38 @@ from fa_autotune.errors import FaAutotuneError, UnsupportedError
 from fa_autotune.launch import live_device, live_toolchain, load_kernel
 from fa_autotune.measure import Launch, MeasurePolicy, confirm, make_timer, regime_for
 from fa_autotune.paths import interpreting
-from fa_autotune.problem import AttentionProblem
+from fa_autotune.problem import AttentionProblem, Pass
 from fa_autotune.records import Measurement
 from fa_autotune.reference import seeded_inputs
 
 OURS = "ours"
 
-# (problem, q, k, v) → what launches it, and a note; tensors are (batch, heads, seqlen, head_dim).
-Peer = Callable[[AttentionProblem, Tensor, Tensor, Tensor], tuple[Launch, str]]
+BACKWARD_PASSES = (Pass.BWD_DELTA, Pass.BWD_DKDV, Pass.BWD_DQ)
+BACKWARD_FLOPS = 2.5  # of the forward's: the literature counts five matrix products, not the seven that we compute
+
+# (problem, q, k, v) → what computes attention and gives it, and a note; tensors are (batch, heads, seqlen, head_dim).
+Peer = Callable[[AttentionProblem, Tensor, Tensor, Tensor], tuple[Callable[[], Any], str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRow:
-    """One library on one problem. `note`: our kernel and where it comes from, or why a peer did not run."""
+    """One library on one forward problem, or with `backward` on its whole backward.
+
+    `note`: our kernels and where they come from, or why a peer did not run.
+    """
 
     problem: AttentionProblem
     contender: str
     measurement: Measurement | None
     note: str
+    backward: bool = False
 
     @property
     def tflops(self) -> float | None:
         """Matrix-product TFLOP/s by the literature's count."""
-        return self.problem.flops / self.measurement.median_ms / 1e9 if self.measurement else None
+        if self.measurement is None:
+            return None
+        return self.problem.flops * (BACKWARD_FLOPS if self.backward else 1.0) / self.measurement.median_ms / 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +69,7 @@ class BenchReport:
     python: str
     started_at: str
     policy: MeasurePolicy
+    backward: bool = False
 
     def contenders(self) -> list[str]:
         """Names in the order of the rows."""
@@ -102,6 +112,7 @@ class BenchReport:
             "python": self.python,
             "started_at": self.started_at,
             "policy": asdict(self.policy),
+            "backward": self.backward,
             "geomean_speedup": {
                 name: geomean(ratios) for name in self.contenders() if name != OURS and (ratios := self.ratios(name))
             },
@@ -120,9 +131,13 @@ def bench(
     against: Sequence[str],
     device_index: int = 0,
     policy: MeasurePolicy | None = None,
+    backward: bool = False,
     on_problem: Callable[[AttentionProblem, list[BenchRow]], None] = lambda problem, rows: None,
 ) -> BenchReport:
-    """Time our kernels and the named peers on problems; UnsupportedError for a peer that is not known."""
+    """Time our kernels and the named peers on forward problems, or with `backward` on their whole backward.
+
+    UnsupportedError for a peer that is not known.
+    """
     if unknown := [name for name in against if name not in PEERS]:
         raise UnsupportedError(f"unknown peers {', '.join(unknown)}; known are {', '.join(PEERS)}")
     if interpreting():
@@ -140,7 +155,7 @@ def bench(
     rows: list[BenchRow] = []
     with torch.cuda.device(device_index), torch.no_grad():
         for problem in problems:
-            found = _bench_problem(problem, against, dispatcher, device_index, policy)
+            found = _bench_problem(problem, against, dispatcher, device_index, policy, backward=backward)
             rows += found
             on_problem(problem, found)
     return BenchReport(
@@ -151,21 +166,29 @@ def bench(
         python=platform.python_version(),
         started_at=started_at,
         policy=policy,
+        backward=backward,
     )
 
 
 def _bench_problem(
-    problem: AttentionProblem, against: Sequence[str], dispatcher: Dispatcher, device_index: int, policy: MeasurePolicy
+    problem: AttentionProblem,
+    against: Sequence[str],
+    dispatcher: Dispatcher,
+    device_index: int,
+    policy: MeasurePolicy,
+    *,
+    backward: bool,
 ) -> list[BenchRow]:
     inputs = seeded_inputs(problem.family, problem.shape, device=torch.device("cuda", device_index), seed=0)
-    makers: dict[str, Peer] = {OURS: partial(_ours, dispatcher), **{name: PEERS[name] for name in against}}
+    makers: dict[str, Peer] = {OURS: partial(_our_backward if backward else _ours, dispatcher)}
+    makers |= {name: partial(_backward_of, PEERS[name]) if backward else PEERS[name] for name in against}
     launches, notes = prepare(makers, problem, inputs, synchronize=torch.cuda.synchronize)
     regime = regime_for(problem, dispatcher.device)
     timer = make_timer(regime, dispatcher.device, device_index)
     measured = confirm(list(launches.values()), timer=timer, regime=regime, policy=policy, device_index=device_index)
     figures = dict(zip(launches, measured, strict=True))
     return [
-        BenchRow(problem=problem, contender=name, measurement=figures.get(name), note=note)
+        BenchRow(problem=problem, contender=name, measurement=figures.get(name), note=note, backward=backward)
         for name, note in notes.items()
     ]
 
@@ -198,7 +221,9 @@ def prepare(
     return launches, notes
 
 
-def _ours(dispatcher: Dispatcher, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Launch, str]:
+def _ours(
+    dispatcher: Dispatcher, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor
+) -> tuple["partial[None]", str]:
     decision = dispatcher.decide(problem)
     kernel = load_kernel(decision.candidate, dispatcher.device.arch)
     out = q.new_empty(*q.shape[:3], v.shape[3])
@@ -209,18 +234,60 @@ def _ours(dispatcher: Dispatcher, problem: AttentionProblem, q: Tensor, k: Tenso
     return partial(kernel, q, k, v, out, lse, scale, diagonal), note
 
 
-def _sdpa(backend: SDPBackend, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Launch, str]:
+def _our_backward(
+    dispatcher: Dispatcher, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Launch, str]:
+    """delta, dk and dv, dq: what a training step launches after the forward."""
+    forward, _ = _ours(dispatcher, problem, q, k, v)
+    forward()
+    out, lse, scale, diagonal = forward.args[3:]
+    do, delta = torch.randn_like(out), torch.empty_like(lse)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    inputs = (q, k, v, do, lse, delta)
+    arguments = {
+        Pass.BWD_DELTA: (out, do, delta),
+        Pass.BWD_DKDV: (*inputs, dk, dv, scale, diagonal),
+        Pass.BWD_DQ: (*inputs, dq, scale, diagonal),
+    }
+    launches: list[Launch] = []
+    notes: list[str] = []
+    for kernel_pass in BACKWARD_PASSES:
+        decision = dispatcher.decide(replace(problem, family=replace(problem.family, kernel_pass=kernel_pass)))
+        kernel = load_kernel(decision.candidate, dispatcher.device.arch)
+        launches.append(partial(kernel, *arguments[kernel_pass]))
+        if kernel_pass is not Pass.BWD_DELTA:
+            notes.append(f"{kernel_pass} {decision.candidate.variant} {config_label(decision.candidate.config)}")
+
+    def launch() -> None:
+        for one in launches:
+            one()
+
+    return launch, "; ".join(notes)
+
+
+def _backward_of(make: Peer, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Launch, str]:
+    """A peer's whole backward, through autograd: its graph is kept, so that it can run again."""
+    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    with torch.enable_grad():
+        attend, note = make(problem, *leaves)
+        out = attend()
+    return partial(torch.autograd.grad, out, leaves, torch.randn_like(out), retain_graph=True), note
+
+
+def _sdpa(
+    backend: SDPBackend, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Callable[[], Tensor], str]:
     _require_square(problem)
     grouped = problem.shape.gqa_group_size > 1
 
-    def launch() -> None:
+    def launch() -> Tensor:
         with sdpa_kernel(backend):
-            F.scaled_dot_product_attention(q, k, v, is_causal=problem.family.bounded_right, enable_gqa=grouped)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=problem.family.bounded_right, enable_gqa=grouped)
 
     return launch, f"torch {torch.__version__} SDPA, {backend.name}"
 
 
-def _flex(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Launch, str]:
+def _flex(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Tensor], str]:
     from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415 - imports the compiler
 
     shape = problem.shape
@@ -245,7 +312,7 @@ def _compiled_flex() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _fa3(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Launch, str]:
+def _fa3(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Any], str]:
     import flash_attn_interface  # noqa: PLC0415 - an optional peer
 
     q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in (q, k, v))

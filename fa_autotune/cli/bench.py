@@ -37,8 +37,9 @@ _ONLY_HERE = ("output", "as_json")  # say where the figures go, not what they ar
 @click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
-    help="A folder for <date>-<gpu>-forward.json and .md; nothing there is overwritten.",
+    help="A folder for <date>-<gpu>-forward.json (or -backward) and .md; nothing there is overwritten.",
 )
+@click.option("--backward", is_flag=True, help="Measure the whole backward of each problem instead of the forward.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document; progress goes to stderr.")
 @click.pass_context
 def bench_command(
@@ -48,6 +49,7 @@ def bench_command(
     against: str,
     gpu_index: int,
     output: Path | None,
+    backward: bool,
     as_json: bool,
     **named: Any,
 ) -> None:
@@ -63,7 +65,7 @@ def bench_command(
     from fa_autotune.bench import bench
 
     run: Callable[..., BenchReport] = ctx.obj or bench
-    report = run(problems, against=peers, device_index=gpu_index, on_problem=_Progress(len(problems)))
+    report = run(problems, against=peers, device_index=gpu_index, backward=backward, on_problem=_Progress(len(problems)))
     command = _command_line(ctx)
     document = json.dumps({"command": command, **report.as_json()}, indent=2)
     if as_json:
@@ -80,7 +82,7 @@ def markdown(report: "BenchReport", command: str) -> str:
     from fa_autotune.bench import table_rows
 
     head, *rows = table_rows(report)
-    lines = [f"# Forward attention on {report.device.name}, {report.started_at[:10]}", ""]
+    lines = [f"# {_pass_name(report).capitalize()} attention on {report.device.name}, {report.started_at[:10]}", ""]
     lines += ["```sh", command, "```", ""]
     lines += [f"- {fact}" for fact in _facts(report)]
     lines += ["", _markdown_row(head), _markdown_row("---" for _ in head), *map(_markdown_row, rows), ""]
@@ -89,6 +91,10 @@ def markdown(report: "BenchReport", command: str) -> str:
         "over the peer's: above 1 we are faster. The `.json` of the same name holds every figure.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _pass_name(report: "BenchReport") -> str:
+    return "backward" if report.backward else "forward"
 
 
 def _facts(report: "BenchReport") -> list[str]:
@@ -167,7 +173,7 @@ def _make_folder(folder: Path) -> None:
 
 def _write(folder: Path, report: "BenchReport", document: str, text: str) -> list[Path]:
     gpu = re.sub(r"[^a-z0-9]+", "_", report.device.name.lower()).strip("_")
-    name = stem = f"{report.started_at[:10]}-{gpu}-forward"
+    name = stem = f"{report.started_at[:10]}-{gpu}-{_pass_name(report)}"
     count = 1
     while any((folder / f"{name}{suffix}").exists() for suffix in (".json", ".md")):
         count += 1
