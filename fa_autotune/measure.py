@@ -22,6 +22,7 @@ Launch = Callable[[], None]
 
 GRAPH_BELOW_US = 50.0  # a problem shorter than this at ROUGH_TFLOPS_PER_SM is timed under a graph
 ROUGH_TFLOPS_PER_SM = 3.0
+ROUGH_GB_PER_S_PER_SM = 25.0
 LAUNCHES_PER_GRAPH = 20
 
 
@@ -50,6 +51,8 @@ def regime_for(problem: AttentionProblem, device: DeviceSpec) -> Regime:
     if device.arch == INTERPRETER_ARCH:
         return Regime.WALL
     rough_us = problem.flops / (ROUGH_TFLOPS_PER_SM * 1e6 * device.num_sms)
+    if not problem.flops:  # delta only moves data
+        rough_us = problem.io_bytes / (ROUGH_GB_PER_S_PER_SM * 1e3 * device.num_sms)
     return Regime.GRAPH if rough_us < GRAPH_BELOW_US else Regime.EVENTS
 
 

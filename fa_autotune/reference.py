@@ -4,11 +4,14 @@ Tensors are (batch, heads, seqlen, head_dim) throughout. `diagonal` is None (no 
 i sees keys j <= i + diagonal.
 """
 
+from itertools import product
+
 import torch
 from torch import Tensor
 
 from fa_autotune.problem import Access, AttentionFamily, AttentionShape, DType
 
+MAX_SCORES = 2**25  # of one part of a large call: 128 MiB in fp32
 TORCH_DTYPES = {DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16, DType.FLOAT32: torch.float32}
 
 
@@ -63,7 +66,7 @@ def attention_gradients(
     and those keys are never read. O(seqlen_q · seqlen_k) memory per head.
     """
     precise = reference_dtype(q.dtype)
-    batch_size, num_q_heads, seqlen_q, _ = q.shape
+    _, num_q_heads, seqlen_q, _ = q.shape
     group = num_q_heads // k.shape[1]
     seen = k.shape[2] if diagonal is None else max(0, min(k.shape[2], seqlen_q + diagonal))
     q, d_out = q.to(precise), d_out.to(precise)
@@ -76,11 +79,85 @@ def attention_gradients(
     delta = ((weights @ values) * d_out).sum(-1)
     if d_lse is not None:
         delta = delta - d_lse.to(precise)
-    d_scores = weights * (d_out @ values.transpose(-1, -2) - delta[..., None]) * softmax_scale
     dk, dv = k.new_zeros(k.shape, dtype=precise), v.new_zeros(v.shape, dtype=precise)
-    for gradient, rows in ((dk, d_scores.transpose(-1, -2) @ q), (dv, weights.transpose(-1, -2) @ d_out)):
-        gradient[:, :, :seen] = rows.unflatten(1, (-1, group)).sum(2)
-    return d_scores @ keys, dk, dv
+    dq, dk[:, :, :seen], dv[:, :, :seen] = _gradients(q, keys, values, d_out, weights, delta, softmax_scale, group)
+    return dq, dk, dv
+
+
+def gradients_from_statistics(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
+    softmax_scale: float,
+    diagonal: int | None = None,
+    first_row: int = 0,
+    first_key: int = 0,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from what a backward kernel gets: lse, and delta = rowsum(d_out ∘ out) − d_lse.
+
+    Products are computed and rounded in `dtype`, by default the reference precision; in the inputs' own, the result has
+    the error that plain torch makes. `first_row` and `first_key` are the positions of q's first row and k's first key:
+    dq of some rows needs all keys, dk and dv of some keys all rows.
+    """
+    dtype = dtype or reference_dtype(q.dtype)
+    precise = torch.promote_types(dtype, torch.float32)
+    group = q.shape[1] // k.shape[1]
+    q, d_out = q.to(dtype), d_out.to(dtype)
+    keys, values = (tensor.to(dtype).repeat_interleave(group, dim=1) for tensor in (k, v))
+    scores = (q @ (keys * softmax_scale).transpose(-1, -2)).to(precise)
+    weights = torch.exp(scores - torch.where(lse == float("-inf"), float("inf"), lse)[..., None])
+    if diagonal is not None:
+        hidden = hidden_keys(q.shape[2], k.shape[2], diagonal - first_key, q.device, first_row)
+        weights = weights.masked_fill(hidden, 0.0)
+    return _gradients(q, keys, values, d_out, weights, delta, softmax_scale, group)
+
+
+def _gradients(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    d_out: Tensor,
+    weights: Tensor,
+    delta: Tensor,
+    softmax_scale: float,
+    group: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; keys and values are repeated for the heads of a group, their gradients are summed."""
+    d_weights = (d_out @ values.transpose(-1, -2)).to(weights.dtype)
+    d_scores = (weights * (d_weights - delta[..., None]) * softmax_scale).to(q.dtype)
+    dk, dv = d_scores.transpose(-1, -2) @ q, weights.to(q.dtype).transpose(-1, -2) @ d_out
+    heads = (keys.shape[0], keys.shape[1] // group, group)
+    return d_scores @ keys, dk.view(*heads, *dk.shape[2:]).sum(2), dv.view(*heads, *dv.shape[2:]).sum(2)
+
+
+def backward_statistics(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, *, softmax_scale: float, diagonal: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """(lse, delta), fp32 (batch, num_q_heads, seqlen_q): what the forward and the delta kernel leave for a backward.
+
+    Computed part by part, so that calls of any size fit memory.
+    """
+    batch_size, num_q_heads, seqlen_q, _ = q.shape
+    group = num_q_heads // k.shape[1]
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    delta = torch.empty_like(lse)
+    heads = max(1, MAX_SCORES // (group * seqlen_q * k.shape[2]))
+    rows = min(seqlen_q, max(1, MAX_SCORES // (group * k.shape[2])))
+    for batch, kv_head, start in product(range(batch_size), range(0, k.shape[1], heads), range(0, seqlen_q, rows)):
+        kv_part = (batch, slice(kv_head, kv_head + heads))
+        part = (batch, slice(kv_head * group, (kv_head + heads) * group), slice(start, start + rows))
+        out, lse_part = attention_reference(
+            q[part][None], k[kv_part][None], v[kv_part][None],
+            softmax_scale=softmax_scale, diagonal=diagonal, first_row=start,
+        )  # fmt: skip
+        lse[part] = lse_part[0]
+        delta[part] = (out[0] * d_out[part].to(out.dtype)).sum(-1)
+    return lse, delta
 
 
 def _without_hidden_nan(weights: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
@@ -92,14 +169,14 @@ def _without_hidden_nan(weights: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
 
 
 def attention_same_precision(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, diagonal: int | None = None
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, diagonal: int | None = None, first_row: int = 0
 ) -> Tensor:
     """The same computation in the inputs' own precision, scale applied to k: the error plain torch makes."""
     group = q.shape[1] // k.shape[1]
     k, v = (tensor.repeat_interleave(group, dim=1) for tensor in (k, v))
     scores = q @ (k * softmax_scale).transpose(-1, -2)
     if diagonal is not None:
-        hidden = hidden_keys(q.shape[2], k.shape[2], diagonal, q.device)
+        hidden = hidden_keys(q.shape[2], k.shape[2], diagonal, q.device, first_row)
         scores = scores.masked_fill(hidden, float("-inf"))
         return torch.softmax(scores, dim=-1).masked_fill(hidden.all(-1)[:, None], 0.0) @ v
     return torch.softmax(scores, dim=-1) @ v
@@ -120,6 +197,15 @@ def seeded_inputs(
     )
     q, k, v = (_random((shape.batch_size, *size), family, generator, device, scale) for size in sizes)
     return q, k, v
+
+
+def seeded_output(
+    family: AttentionFamily, shape: AttentionShape, *, device: torch.device, seed: int, scale: float = 1.0
+) -> Tensor:
+    """A random normal tensor with the sizes of out, and dtype and access as in `seeded_inputs`."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    size = (shape.batch_size, shape.num_q_heads, shape.seqlen_q, family.head_dim_v)
+    return _random(size, family, generator, device, scale)
 
 
 def _random(

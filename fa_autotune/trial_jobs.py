@@ -7,19 +7,19 @@ loaded kernels and inputs stay in the worker's caches. They never see a user's t
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from fa_autotune.config import BwdDeltaConfig
 from fa_autotune.device import DeviceSpec, Toolchain
 from fa_autotune.launch import LoadedKernel, live_toolchain
 from fa_autotune.measure import Launch, MeasurePolicy, Timer, confirm, make_timer, regime_for, screen
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import AccuracyReport, Candidate, Measurement, Regime, TrialStatus
-from fa_autotune.reference import seeded_inputs
 from fa_autotune.verify import probes, verify, verify_sampled
+from fa_autotune.workload import Workload, bottom_right_diagonal, seeded_workload
 
 SOAK_LAUNCHES = 1000
 SOAK_S = 0.25
@@ -74,7 +74,10 @@ def toolchain_job() -> Toolchain:
 def verify_job(bench: Bench, built: Built) -> AccuracyReport | Failure:
     """Check a candidate's kernel on the probes round its blocks."""
     family, config = built.candidate.family, built.candidate.config
-    probe_list = probes(family, block_m=config.BLOCK_M, block_n=config.BLOCK_N, exact_lengths=config.EXACT_LENGTHS)
+    block_n, exact_lengths = config.BLOCK_M, False  # delta has no keys
+    if not isinstance(config, BwdDeltaConfig):
+        block_n, exact_lengths = config.BLOCK_N, config.EXACT_LENGTHS
+    probe_list = probes(family, block_m=config.BLOCK_M, block_n=block_n, exact_lengths=exact_lengths)
     try:
         return verify(_loaded(built, bench.device.arch), family, probe_list, bench.torch_device)
     except Exception as error:  # noqa: BLE001 - Triton and torch raise all sorts; a bad kernel is a result
@@ -105,11 +108,11 @@ def soak_job(bench: Bench, built: Built, problem: AttentionProblem) -> AccuracyR
     for bit."""
     try:
         kernel = _loaded(built, bench.device.arch)
-        inputs = _inputs(problem, str(bench.torch_device))
-        report = verify_sampled(kernel, problem, inputs, problem.family.head_dim**-0.5)
+        workload = _workload(problem, str(bench.torch_device))
+        report = verify_sampled(kernel, problem, workload.inputs, workload.softmax_scale)
         if not report.passed or bench.device_index is None:
             return report
-        return _soaked(report, kernel, problem, bench)
+        return _soaked(report, kernel, workload)
     except Exception as error:  # noqa: BLE001 - Triton and torch raise all sorts; a bad kernel is a result
         return _failure(error)
 
@@ -130,23 +133,20 @@ def confirm_job(bench: Bench, finalists: Sequence[Built], problem: AttentionProb
         return _failure(error)
 
 
-def _soaked(
-    report: AccuracyReport, kernel: LoadedKernel, problem: AttentionProblem, bench: Bench
-) -> AccuracyReport | Failure:
-    q, k, v = _inputs(problem, str(bench.torch_device))
-    out, lse = _outputs(problem, q)
-    scale, diagonal = problem.family.head_dim**-0.5, _diagonal(problem)
-    kernel(q, k, v, out, lse, scale, diagonal)
-    expected = out.clone()
+def _soaked(report: AccuracyReport, kernel: LoadedKernel, workload: Workload) -> AccuracyReport | Failure:
+    outputs = workload.allocate()
+    arguments = workload.arguments(outputs)
+    kernel(*arguments)
+    expected = [output.clone() for output in outputs]
     deadline = time.monotonic() + SOAK_S
     for count in range(SOAK_LAUNCHES):
-        kernel(q, k, v, out, lse, scale, diagonal)
+        kernel(*arguments)
         if count % 16 == 15:
             torch.cuda.synchronize()
             if time.monotonic() > deadline:
                 break
     torch.cuda.synchronize()
-    if not torch.equal(out, expected):
+    if not all(map(torch.equal, outputs, expected)):
         return Failure(status=TrialStatus.WRONG_RESULT, error="repeated launches changed the result")
     return report
 
@@ -157,8 +157,8 @@ def _loaded(built: Built, arch: str) -> LoadedKernel:
 
 
 @lru_cache(maxsize=1)
-def _inputs(problem: AttentionProblem, device_name: str) -> tuple[Tensor, Tensor, Tensor]:
-    return seeded_inputs(problem.family, problem.shape, device=torch.device(device_name), seed=0)
+def _workload(problem: AttentionProblem, device_name: str) -> Workload:
+    return seeded_workload(problem, device=torch.device(device_name), diagonal=bottom_right_diagonal(problem))
 
 
 @lru_cache(maxsize=2)
@@ -166,25 +166,10 @@ def _timer(regime: Regime, bench: Bench) -> Timer:
     return make_timer(regime, bench.device, bench.device_index)
 
 
-def _outputs(problem: AttentionProblem, q: Tensor) -> tuple[Tensor, Tensor]:
-    out = q.new_empty(*q.shape[:3], problem.family.head_dim_v)
-    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-def _diagonal(problem: AttentionProblem) -> int | None:
-    return problem.shape.seqlen_k - problem.shape.seqlen_q if problem.family.bounded_right else None
-
-
 def _bound_launch(built: Built, problem: AttentionProblem, bench: Bench) -> Launch:
     kernel = _loaded(built, bench.device.arch)
-    q, k, v = _inputs(problem, str(bench.torch_device))
-    out, lse = _outputs(problem, q)
-    scale, diagonal = problem.family.head_dim**-0.5, _diagonal(problem)
-
-    def launch() -> None:
-        kernel(q, k, v, out, lse, scale, diagonal)
-
-    return launch
+    workload = _workload(problem, str(bench.torch_device))
+    return partial(kernel, *workload.arguments(workload.allocate()))
 
 
 def _failure(error: Exception) -> Failure:

@@ -1,8 +1,9 @@
 """Check a kernel against the reference before it may be timed or win.
 
-The rule (design §2): max|out − ref| ≤ 2·max|pt − ref| + atol and mean error ≤ 1.5·pt's, where pt is plain torch in the
-inputs' precision and atol two roundings, (ref + 0.3 − 0.3) − ref, of the output dtype; lse within 1e-5; exact zeros and
-−inf are checked exactly.
+The rule (design §2): max|x − ref| ≤ 2·max|pt − ref| + atol and mean error ≤ 1.5·pt's, where pt is plain torch in the
+inputs' precision and atol two roundings, (ref + 0.3 − 0.3) − ref, of the output dtype; 3 in place of 2 for gradients of
+bfloat16 with head dim 256 and grouped heads. It holds for out and for gradients; lse and delta must be within 1e-5;
+exact zeros and −inf are checked exactly.
 Outputs are poisoned with NaN and surrounded by canaries, unused keys hold NaN, and every launch is repeated: the two
 results must be equal bit for bit.
 """
@@ -10,25 +11,23 @@ results must be equal bit for bit.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fa_autotune.problem import AttentionFamily, AttentionProblem, AttentionShape
+from fa_autotune.problem import AttentionFamily, AttentionProblem, AttentionShape, DType, Pass
 from fa_autotune.records import AccuracyReport
-from fa_autotune.reference import (
-    TORCH_DTYPES,
-    attention_reference,
-    attention_same_precision,
-    seeded_inputs,
-)
+from fa_autotune.reference import attention_reference, attention_same_precision, gradients_from_statistics
+from fa_autotune.workload import Workload, bottom_right_diagonal, seeded_workload
 
-# (q, k, v, out, lse, softmax_scale, diagonal) -> None, writing out and lse: `launch.LoadedKernel`.
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None], None]
+Kernel = Callable[..., None]  # takes what `launch.LoadedKernel` takes for its pass, and writes the outputs among it
 
 MAX_ERROR_FACTOR = 2.0
+GQA_GRADIENT_FACTOR = 3.0
 MEAN_ERROR_FACTOR = 1.5
-LSE_TOLERANCE = 1e-5
+STATISTIC_TOLERANCE = 1e-5
 CANARY_ROWS = 3  # rows of the output's storage before and after it that must stay untouched
 SAMPLED_HEADS = 4
 SAMPLED_ROWS = 256
@@ -81,70 +80,92 @@ def verify(
     """Run a kernel on every probe, twice, and compare with the reference. Launch errors propagate."""
     worst = _Worst()
     for probe in probe_list:
-        expected = _expected(family, probe, str(device))
-        first = _Output(family, probe.shape, device)
-        second = _Output(family, probe.shape, device)
-        for output in (first, second):
-            kernel(
-                expected.q, expected.k, expected.v, output.out, output.lse, expected.softmax_scale, expected.diagonal
-            )
+        workload, expected = _expected(family, probe, str(device))
+        first, second = _launched_twice(kernel, workload)
+        failures = [*first.damage(), *first.differences(second)]
+        for one, value in zip(expected, first.tensors, strict=True):
+            failures += one.failures(value, worst)
         name = f"{probe.shape.label}{' top-left' if probe.top_left else ''}"
-        worst.failures += [f"{name}: {text}" for text in _compare(expected, first, second, worst)]
+        worst.failures += [f"{name}: {text}" for text in failures]
     return worst.report(len(probe_list))
 
 
 def verify_sampled(
-    kernel: Kernel, problem: AttentionProblem, inputs: tuple[Tensor, Tensor, Tensor], softmax_scale: float
+    kernel: Kernel, problem: AttentionProblem, inputs: tuple[Tensor, ...], softmax_scale: float
 ) -> AccuracyReport:
     """Check a kernel at a problem's own size: sampled heads and rows against the reference, all of it bit-equal twice.
 
-    The rows are the first, the last and a middle stretch of each sampled head: the reference of all would not fit.
+    The rows (dk and dv: keys) are the first, the last and a middle stretch of each sampled head: the reference of all
+    would not fit. `inputs` are those of `Workload`.
     """
-    q, k, v = inputs
-    family, shape = problem.family, problem.shape
-    diagonal = shape.seqlen_k - shape.seqlen_q if family.bounded_right else None
-    first, second = _Output(family, shape, q.device), _Output(family, shape, q.device)
-    for output in (first, second):
-        kernel(q, k, v, output.out, output.lse, softmax_scale, diagonal)
+    workload = Workload(
+        family=problem.family,
+        shape=problem.shape,
+        inputs=inputs,
+        softmax_scale=softmax_scale,
+        diagonal=bottom_right_diagonal(problem),
+    )
+    first, second = _launched_twice(kernel, workload)
     worst = _Worst()
-    worst.failures += [*first.damage(), *_unequal(first, second)]
-    if not torch.isfinite(first.out).all():
-        worst.failures.append("outputs were left unwritten or are not finite")
+    worst.failures += [*first.damage(), *first.differences(second)]
+    for output, value in zip(workload.outputs, first.tensors, strict=True):
+        if output.name != "lse" and not torch.isfinite(value).all():
+            worst.failures.append(_unwritten(output.name))
     count = 0
-    for batch, head, start, stop in _samples(shape):
-        kv_head = head // shape.gqa_group_size
-        q_part = q[batch : batch + 1, head : head + 1, start:stop]
-        k_part, v_part = (tensor[batch : batch + 1, kv_head : kv_head + 1] for tensor in (k, v))
-        ref, lse = attention_reference(
-            q_part, k_part, v_part, softmax_scale=softmax_scale, diagonal=diagonal, first_row=start
-        )
-        out = first.out[batch : batch + 1, head : head + 1, start:stop]
-        # Plain torch in the same precision would err by about a rounding of P and one of the output.
-        allowed = 2 * MAX_ERROR_FACTOR * _roundings(ref, out.dtype).max().item()
-        error = (out.to(ref.dtype) - ref).abs().max().item()
-        lse_error = _lse_error(first.lse[batch, head, start:stop], lse[0, 0])
-        worst.add(max_error=error, max_ratio=_ratio(error, allowed), lse_error=lse_error)
+    for batch, head, start, stop in _samples(workload):
         place = f"batch {batch} head {head} rows {start}…{stop - 1}"
-        if error > allowed:
-            worst.failures.append(f"{place}: error {error:.3g} > {allowed:.3g}")
-        if (out[lse == float("-inf")] != 0).any():
-            worst.failures.append(f"{place}: rows that see no key are not exactly 0")
-        if not lse_error <= LSE_TOLERANCE:
-            worst.failures.append(f"{place}: lse error {lse_error:.3g} > {LSE_TOLERANCE}")
+        for one, value in zip(_expected_stretch(workload, batch, head, start, stop), first.tensors, strict=True):
+            part = value[batch : batch + 1, head : head + 1, start:stop]
+            worst.failures += [f"{place}: {text}" for text in one.failures(part, worst)]
         count += 1
     return worst.report(count)
 
 
-@dataclass(slots=True)
-class _Expected:
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    softmax_scale: float
-    diagonal: int | None
-    ref: Tensor
-    lse: Tensor
-    pt: Tensor
+# --- outputs ----------------------------------------------------------------------------------------------------------
+
+
+class _Outputs:
+    """NaN-poisoned outputs, each inside a larger poisoned buffer whose margins a kernel must not touch."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.tensors: list[Tensor] = []
+        self._places: list[tuple[str, Tensor, int]] = []
+        for output in workload.outputs:
+            # Whole 16-byte units before the output, so that its pointer keeps the alignment that the family promises.
+            margin = 16 * CANARY_ROWS * (output.size[3] if len(output.size) == 4 else 1)
+            count = prod(output.size)
+            buffer = torch.full(
+                (count + 2 * margin,), float("nan"), dtype=output.dtype, device=workload.inputs[0].device
+            )
+            self._places.append((output.name, buffer, margin))
+            self.tensors.append(buffer[margin : margin + count].view(output.size))
+
+    def damage(self) -> Iterator[str]:
+        """What was written outside of the outputs."""
+        for name, buffer, margin in self._places:
+            if not (torch.isnan(buffer[:margin]).all() and torch.isnan(buffer[-margin:]).all()):
+                yield f"wrote outside of {name}"
+
+    def differences(self, other: "_Outputs") -> Iterator[str]:
+        """Bitwise: NaN equals NaN only as the same bits, so a race is seen even where both runs are wrong."""
+        for (name, _, _), one, another in zip(self._places, self.tensors, other.tensors, strict=True):
+            integers = torch.int32 if one.element_size() == 4 else torch.int16
+            if not torch.equal(one.view(integers), another.view(integers)):
+                yield f"two launches gave different bits in {name}"
+
+
+def _launched_twice(kernel: Kernel, workload: Workload) -> tuple[_Outputs, _Outputs]:
+    first, second = _Outputs(workload), _Outputs(workload)
+    for outputs in (first, second):
+        kernel(*workload.arguments(outputs.tensors))
+    return first, second
+
+
+def _unwritten(name: str) -> str:
+    return f"{name} was left unwritten or is not finite"
+
+
+# --- what is expected -------------------------------------------------------------------------------------------------
 
 
 class _Worst:
@@ -154,7 +175,9 @@ class _Worst:
         self.max_error = self.max_ratio = self.mean_ratio = self.lse_error = 0.0
         self.failures: list[str] = []
 
-    def add(self, *, max_error: float, max_ratio: float, lse_error: float, mean_ratio: float = 0.0) -> None:
+    def add(
+        self, *, max_error: float = 0.0, max_ratio: float = 0.0, mean_ratio: float = 0.0, lse_error: float = 0.0
+    ) -> None:
         self.max_error = max(self.max_error, max_error)
         self.max_ratio = max(self.max_ratio, max_ratio)
         self.mean_ratio = max(self.mean_ratio, mean_ratio)
@@ -171,82 +194,159 @@ class _Worst:
         )
 
 
-class _Output:
-    """NaN-poisoned out and lse, each inside a larger poisoned buffer whose margins a kernel must not touch."""
+@dataclass(slots=True, kw_only=True)
+class _Numbers:
+    """An output that follows the numerics rule. `zero` marks rows that must be exactly 0, `why` says which they are."""
 
-    def __init__(self, family: AttentionFamily, shape: AttentionShape, device: torch.device) -> None:
-        rows = shape.batch_size * shape.num_q_heads * shape.seqlen_q
-        size = (shape.batch_size, shape.num_q_heads, shape.seqlen_q)
-        # Whole 16-byte units before the output, so that its pointer keeps the alignment that the family promises.
-        self._margin = 16 * CANARY_ROWS * family.head_dim_v
-        self._lse_margin = 16 * CANARY_ROWS
-        values = rows * family.head_dim_v
-        self._buffer = torch.full(
-            (values + 2 * self._margin,), float("nan"), dtype=TORCH_DTYPES[family.dtype], device=device
+    name: str
+    ref: Tensor
+    pt: Tensor
+    zero: Tensor
+    why: str
+    factor: float = MAX_ERROR_FACTOR
+
+    def failures(self, written: Tensor, worst: _Worst) -> Iterator[str]:
+        """What is wrong with an output."""
+        value = written.to(self.ref.dtype)
+        if not torch.isfinite(value).all():
+            yield _unwritten(self.name)
+            return
+        if (value[self.zero] != 0).any():
+            yield f"{self.name}: {self.why} are not exactly 0"
+        error, pt_error = (value - self.ref).abs(), (self.pt.to(self.ref.dtype) - self.ref).abs()
+        roundings = _roundings(self.ref, written.dtype)
+        allowed = self.factor * (pt_error.max().item() + roundings.max().item())
+        mean_allowed = MEAN_ERROR_FACTOR * pt_error.mean().item() + roundings.mean().item()
+        max_error, mean_error = error.max().item(), error.mean().item()
+        worst.add(
+            max_error=max_error,
+            max_ratio=_ratio(max_error, allowed),
+            mean_ratio=_ratio(mean_error, mean_allowed),
         )
-        self._lse_buffer = torch.full((rows + 2 * self._lse_margin,), float("nan"), dtype=torch.float32, device=device)
-        self.out = self._buffer[self._margin : self._margin + values].view(*size, family.head_dim_v)
-        self.lse = self._lse_buffer[self._lse_margin : self._lse_margin + rows].view(*size)
+        if max_error > allowed:
+            yield f"{self.name} error {max_error:.3g} > {allowed:.3g} (plain torch errs by {pt_error.max().item():.3g})"
+        elif mean_error > mean_allowed:
+            yield f"{self.name} mean error {mean_error:.3g} > {mean_allowed:.3g}"
 
-    def damage(self) -> Iterator[str]:
-        """What was written outside of the outputs."""
-        for name, buffer, margin in (("out", self._buffer, self._margin), ("lse", self._lse_buffer, self._lse_margin)):
-            if not (torch.isnan(buffer[:margin]).all() and torch.isnan(buffer[-margin:]).all()):
-                yield f"wrote outside of {name}"
+
+@dataclass(slots=True, kw_only=True)
+class _Lse:
+    """The forward's lse: close, absolutely or relatively, and −inf exactly where a row sees no key."""
+
+    ref: Tensor
+
+    def failures(self, written: Tensor, worst: _Worst) -> Iterator[str]:
+        """What is wrong with an output."""
+        if not torch.equal(written == float("-inf"), self.ref == float("-inf")):
+            yield "lse is not −inf at exactly the rows that see no key"
+        difference = torch.where(written == self.ref, 0.0, (written - self.ref).abs())
+        error = _largest(difference / self.ref.abs().clamp(min=1.0))
+        worst.add(lse_error=error)
+        if not error <= STATISTIC_TOLERANCE:
+            yield f"lse error {error:.3g} > {STATISTIC_TOLERANCE}"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Delta:
+    """delta = rowsum(do ∘ out): close, absolutely or relative to the sum of the magnitudes."""
+
+    ref: Tensor
+    magnitude: Tensor
+
+    def failures(self, written: Tensor, worst: _Worst) -> Iterator[str]:
+        """What is wrong with an output."""
+        error = (written - self.ref).abs()
+        relative = _largest(error / self.magnitude.clamp(min=1.0))
+        worst.add(max_error=_largest(error), max_ratio=relative / STATISTIC_TOLERANCE)
+        if not torch.isfinite(written).all():
+            yield _unwritten("delta")
+        elif relative > STATISTIC_TOLERANCE:
+            yield f"delta error {relative:.3g} > {STATISTIC_TOLERANCE}"
+
+
+_Expectation = _Numbers | _Lse | _Delta
 
 
 @lru_cache(maxsize=64)
-def _expected(family: AttentionFamily, probe: Probe, device_name: str) -> _Expected:
+def _expected(family: AttentionFamily, probe: Probe, device_name: str) -> tuple[Workload, list[_Expectation]]:
+    """A probe's call, and what is expected of each output; then the keys that no row sees are made NaN."""
+    problem, diagonal = AttentionProblem(family=family, shape=probe.shape), probe.diagonal(family)
     device = torch.device(device_name)
-    q, k, v = seeded_inputs(family, probe.shape, device=device, seed=probe.seed, scale=probe.scale)
-    diagonal = probe.diagonal(family)
-    softmax_scale = family.head_dim**-0.5
-    ref, lse = attention_reference(q, k, v, softmax_scale=softmax_scale, diagonal=diagonal)
-    pt = attention_same_precision(q, k, v, softmax_scale=softmax_scale, diagonal=diagonal)
+    workload = seeded_workload(problem, device=device, diagonal=diagonal, seed=probe.seed, scale=probe.scale)
+    expected = _expectations(workload, workload.inputs)
     if diagonal is not None and (unseen := max(0, probe.shape.seqlen_q + diagonal)) < probe.shape.seqlen_k:
-        k[:, :, unseen:] = float("nan")  # keys that no row sees
-        v[:, :, unseen:] = float("nan")
-    return _Expected(q=q, k=k, v=v, softmax_scale=softmax_scale, diagonal=diagonal, ref=ref, lse=lse, pt=pt)
+        for tensor in workload.inputs[1:3]:  # k and v
+            tensor[:, :, unseen:] = float("nan")
+    return workload, expected
 
 
-def _compare(expected: _Expected, first: _Output, second: _Output, worst: _Worst) -> Iterator[str]:
-    yield from first.damage()
-    yield from _unequal(first, second)
-    out, ref = first.out.to(expected.ref.dtype), expected.ref
-    if not torch.isfinite(out).all():
-        yield "outputs were left unwritten or are not finite"
-        return
-    empty = expected.lse == float("-inf")
-    if not torch.equal(first.lse == float("-inf"), empty):
-        yield "lse is not −inf at exactly the rows that see no key"
-    if (out[empty] != 0).any():
-        yield "rows that see no key are not exactly 0"
-    error, pt_error = (out - ref).abs(), (expected.pt.to(ref.dtype) - ref).abs()
-    roundings = _roundings(ref, first.out.dtype)
-    allowed = MAX_ERROR_FACTOR * (pt_error.max().item() + roundings.max().item())
-    mean_allowed = MEAN_ERROR_FACTOR * pt_error.mean().item() + roundings.mean().item()
-    max_error, mean_error = error.max().item(), error.mean().item()
-    lse_error = _lse_error(first.lse, expected.lse)
-    worst.add(
-        max_error=max_error,
-        max_ratio=_ratio(max_error, allowed),
-        mean_ratio=_ratio(mean_error, mean_allowed),
-        lse_error=lse_error,
-    )
-    if max_error > allowed:
-        yield f"error {max_error:.3g} > {allowed:.3g} (plain torch errs by {pt_error.max().item():.3g})"
-    if mean_error > mean_allowed:
-        yield f"mean error {mean_error:.3g} > {mean_allowed:.3g}"
-    if not lse_error <= LSE_TOLERANCE:
-        yield f"lse error {lse_error:.3g} > {LSE_TOLERANCE}"
+def _expectations(
+    workload: Workload, inputs: tuple[Tensor, ...], *, first_row: int = 0, first_key: int = 0
+) -> list[_Expectation]:
+    """What is expected of each output, for inputs that may be stretches that start at a row or key."""
+    family = workload.family
+    call: dict[str, Any] = {
+        "softmax_scale": workload.softmax_scale,
+        "diagonal": workload.diagonal,
+        "first_row": first_row,
+    }
+    if family.kernel_pass is Pass.BWD_DELTA:
+        out, d_out = (tensor.to(torch.float64) for tensor in inputs)
+        return [_Delta(ref=(out * d_out).sum(-1), magnitude=(out * d_out).abs().sum(-1))]
+    if family.kernel_pass is Pass.FWD:
+        ref, lse = attention_reference(*inputs, **call)
+        pt, empty = attention_same_precision(*inputs, **call), lse == float("-inf")
+        return [_Numbers(name="out", ref=ref, pt=pt, zero=empty, why="rows that see no key"), _Lse(ref=lse)]
+    refs = gradients_from_statistics(*inputs, **call, first_key=first_key)
+    pts = gradients_from_statistics(*inputs, **call, first_key=first_key, dtype=inputs[0].dtype)
+    factor = MAX_ERROR_FACTOR
+    widest = max(family.head_dim, family.head_dim_v)
+    if family.dtype is DType.BFLOAT16 and widest == 256 and workload.shape.gqa_group_size > 1:
+        factor = GQA_GRADIENT_FACTOR
+    if family.kernel_pass is Pass.BWD_DQ:
+        empty, why = inputs[4] == float("-inf"), "rows that see no key"
+        return [_Numbers(name="dq", ref=refs[0], pt=pts[0], zero=empty, why=why, factor=factor)]
+    unseen, why = _unseen_keys(workload, inputs[1], first_key), "keys that no row sees"
+    return [
+        _Numbers(name=name, ref=refs[i], pt=pts[i], zero=unseen, why=why, factor=factor)
+        for i, name in ((1, "dk"), (2, "dv"))
+    ]
 
 
-def _unequal(first: _Output, second: _Output) -> Iterator[str]:
-    """Bitwise: NaN equals NaN only as the same bits, so a race is seen even where both runs are wrong."""
-    for name, one, other in (("out", first.out, second.out), ("lse", first.lse, second.lse)):
-        integers = torch.int32 if one.element_size() == 4 else torch.int16
-        if not torch.equal(one.view(integers), other.view(integers)):
-            yield f"two launches gave different bits in {name}"
+def _unseen_keys(workload: Workload, k: Tensor, first_key: int) -> Tensor:
+    """(batch, kv heads, keys) mask of the keys that no row sees."""
+    keys = torch.arange(first_key, first_key + k.shape[2], device=k.device)
+    seen = workload.shape.seqlen_k if workload.diagonal is None else workload.shape.seqlen_q + workload.diagonal
+    return (keys >= seen).expand(k.shape[:3])
+
+
+def _expected_stretch(workload: Workload, batch: int, head: int, start: int, stop: int) -> list[_Expectation]:
+    """What is expected of rows start … stop − 1 of a head; for dk and dv, of keys of a kv head."""
+    group = workload.shape.gqa_group_size
+    one, whole, rows = slice(batch, batch + 1), slice(None), slice(start, stop)
+    if workload.family.kernel_pass is Pass.BWD_DKDV:
+        keys_of, rows_of = (one, slice(head, head + 1), rows), (one, slice(head * group, (head + 1) * group), whole)
+        first = {"first_key": start}
+    else:
+        keys_of, rows_of = (one, slice(head // group, head // group + 1), whole), (one, slice(head, head + 1), rows)
+        first = {"first_row": start}
+    inputs = workload.inputs
+    if workload.family.kernel_pass is Pass.BWD_DELTA:
+        parts = [tensor[rows_of] for tensor in inputs]
+    else:
+        parts = [tensor[keys_of if place in (1, 2) else rows_of] for place, tensor in enumerate(inputs)]
+    return _expectations(workload, tuple(parts), **first)
+
+
+def _samples(workload: Workload) -> Iterator[tuple[int, int, int, int]]:
+    """(batch, head, first row, end) of the sampled stretches; for dk and dv, of kv heads and keys."""
+    batch_size, num_heads, seqlen, *_ = workload.outputs[0].size
+    total = batch_size * num_heads
+    for place in sorted({0, total // 3, 2 * total // 3, total - 1})[:SAMPLED_HEADS]:
+        batch, head = divmod(place, num_heads)
+        rows = min(SAMPLED_ROWS, seqlen)
+        for start in sorted({0, (seqlen - rows) // 2, seqlen - rows}):
+            yield batch, head, start, start + rows
 
 
 def _ratio(error: float, allowed: float) -> float:
@@ -260,17 +360,6 @@ def _roundings(ref: Tensor, dtype: torch.dtype) -> Tensor:
     return (((rounded + 0.3) - 0.3) - rounded).abs().to(ref.dtype)
 
 
-def _lse_error(lse: Tensor, expected: Tensor) -> float:
-    """Largest error, absolute or relative, whichever is smaller; −inf equals −inf."""
-    difference = torch.where(lse == expected, 0.0, (lse - expected).abs())
-    return (difference / expected.abs().clamp(min=1.0)).nan_to_num(nan=float("inf")).max().item()
-
-
-def _samples(shape: AttentionShape) -> Iterator[tuple[int, int, int, int]]:
-    """(batch, head, first row, end) of the sampled stretches."""
-    total = shape.batch_size * shape.num_q_heads
-    for place in sorted({0, total // 3, 2 * total // 3, total - 1})[:SAMPLED_HEADS]:
-        batch, head = divmod(place, shape.num_q_heads)
-        rows = min(SAMPLED_ROWS, shape.seqlen_q)
-        for start in sorted({0, (shape.seqlen_q - rows) // 2, shape.seqlen_q - rows}):
-            yield batch, head, start, start + rows
+def _largest(errors: Tensor) -> float:
+    """The largest error; NaN is the largest of all."""
+    return errors.nan_to_num(nan=float("inf")).max().item()

@@ -401,7 +401,7 @@ class TestSampled:
             out[1, 3, 1199] += 1.0
 
         (failure,) = sampled(spoiled(fault), 1200, 20, causal=False).failures
-        assert failure.startswith("batch 1 head 3 rows 944…1199: error ")
+        assert failure.startswith("batch 1 head 3 rows 944…1199: out error ")
 
     def test_compares_all_rows_of_a_short_problem(self) -> None:
         assert sampled(right_kernel, 40, 50).probes == 4

@@ -359,7 +359,7 @@ def _print_rejections(counts: Sequence[Any], *, as_json: bool) -> None:
 
 
 def _times(problem: AttentionProblem, median_ms: float) -> list[object]:
-    return [f"{median_ms:.4f}", f"{problem.flops / median_ms * 1e-9:.1f}"]
+    return [f"{median_ms:.4f}", _shown(problem.tflops(median_ms), ".1f")]
 
 
 def _resources(entry: Any) -> list[object]:

@@ -181,8 +181,8 @@ class _Progress:
         """Milliseconds and TFLOP/s; of the interpreter only the former."""
         if time_ms is None:
             return "none yet"
-        tflops = "" if self.interpreted else f" ({problem.flops / time_ms / 1e9:.0f} TFLOP/s)"
-        return f"{time_ms:.4g} ms{tflops}"
+        tflops = None if self.interpreted else problem.tflops(time_ms)
+        return f"{time_ms:.4g} ms" + ("" if tflops is None else f" ({tflops:.0f} TFLOP/s)")
 
 
 @contextmanager
@@ -264,7 +264,8 @@ def _row(progress: _Progress, result: "ProblemResult") -> list[str]:
     best = result.winners[0]
     speed = ["–", "–"]
     if not progress.interpreted:
-        speed[0] = f"{result.problem.flops / best.median_ms / 1e9:.0f}"
+        tflops = result.problem.tflops(best.median_ms)
+        speed[0] = "–" if tflops is None else f"{tflops:.0f}"
         speed[1] = "–" if result.default_ratio is None else f"{result.default_ratio:.2f}×"
     label = config_label(best.candidate.config)
     return [result.problem.label, best.candidate.variant, label, f"{best.median_ms:.4g}", *speed]
@@ -291,7 +292,7 @@ def _print_document(progress: _Progress, database: Path | None) -> None:
             "default_ratio": result.default_ratio,
             "tflops": None
             if progress.interpreted or not result.winners
-            else result.problem.flops / result.winners[0].median_ms / 1e9,
+            else result.problem.tflops(result.winners[0].median_ms),
         }
         for result in progress.results
     ]
