@@ -25,6 +25,12 @@ from fa_autotune.errors import (
 
 if TYPE_CHECKING:
     from fa_autotune.database import TuningDatabase
+    from fa_autotune.dropins import (
+        flash_attn_func,
+        flash_attn_kvpacked_func,
+        flash_attn_qkvpacked_func,
+        scaled_dot_product_attention,
+    )
     from fa_autotune.jobs import tune
     from fa_autotune.ops import attention, explain, flush_misses, warmup
     from fa_autotune.problem import AttentionProblem
@@ -51,7 +57,11 @@ __all__ = [
     "__version__",
     "attention",
     "explain",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
     "flush_misses",
+    "scaled_dot_product_attention",
     "tune",
     "warmup",
 ]
@@ -61,7 +71,11 @@ _MODULE_BY_NAME = {
     "TuningDatabase": "database",
     "attention": "ops",
     "explain": "ops",
+    "flash_attn_func": "dropins",
+    "flash_attn_kvpacked_func": "dropins",
+    "flash_attn_qkvpacked_func": "dropins",
     "flush_misses": "ops",
+    "scaled_dot_product_attention": "dropins",
     "tune": "jobs",
     "warmup": "ops",
 }
@@ -69,13 +83,9 @@ _MODULE_BY_NAME = {
 # Names that the public surface will have, and what serves in their place today.
 _PLANNED = {
     "attention_varlen": "pad the batch and call `attention`",
-    "flash_attn_func": "call `attention`, whose tensors are (batch, seqlen, heads, head_dim) too",
-    "flash_attn_kvpacked_func": "unpack k and v with `kv.unbind(2)` and call `attention`",
-    "flash_attn_qkvpacked_func": "unpack q, k and v with `qkv.unbind(2)` and call `attention`",
     "flash_attn_varlen_func": "pad the batch and call `attention`",
     "flash_attn_with_kvcache": "call `attention` on the filled part of the cache",
     "record_problems": "call `attention` and tune what it missed: `flush_misses()`, then `fa-autotune tune --missed`",
-    "scaled_dot_product_attention": 'call `attention(..., layout="bhsd")`; its causal mask is bottom-right aligned',
 }
 
 

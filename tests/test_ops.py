@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fa_autotune import attention, explain, flush_misses, launch, ops, warmup
+from fa_autotune import attention, calls, explain, flush_misses, launch, live_kernels, warmup
 from fa_autotune.config import PortableFwdConfig
 from fa_autotune.database import SessionKind, TuningDatabase
 from fa_autotune.device import INTERPRETER, KNOWN_DEVICES, Toolchain
@@ -32,6 +32,7 @@ from fa_autotune.problem import Access, AttentionProblem
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.reference import attention_reference, attention_same_precision
 from fa_autotune.snapshot import Snapshot
+from fa_autotune.tensors import access_of
 from tests.tuning_samples import confirmed
 
 DEVICE = torch.device("cpu" if interpreting() else "cuda")
@@ -54,31 +55,33 @@ def runs_kernels(test: Callable[..., None]) -> Callable[..., None]:
 @pytest.fixture
 def cold(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has called nothing yet."""
-    for name in ("_calls", "_kernels", "_dispatchers"):
-        monkeypatch.setattr(ops, name, {})
+    monkeypatch.setattr(calls, "_plans", {})
+    for name in ("_kernels", "_dispatchers"):
+        monkeypatch.setattr(live_kernels, name, {})
 
 
 @pytest.fixture
 def loads(cold: None, monkeypatch: pytest.MonkeyPatch) -> list[Candidate]:
     """The candidates loaded since the process was cold."""
     loaded: list[Candidate] = []
-    load = ops.load_kernel
+    load = live_kernels.load_kernel
 
     def counted(candidate: Candidate, arch: str) -> launch.LoadedKernel:
         loaded.append(candidate)
         return load(candidate, arch)
 
-    monkeypatch.setattr(ops, "load_kernel", counted)
+    monkeypatch.setattr(live_kernels, "load_kernel", counted)
     return loaded
 
 
 @pytest.fixture
-def reference_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def reference_only(cold: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process without an interpreter, in which CPU tensors run the reference."""
-    monkeypatch.setattr(ops, "interpreting", lambda: False)
-    ops._tell_of_reference.cache_clear()
+    for module in (calls, live_kernels):
+        monkeypatch.setattr(module, "interpreting", lambda: False)
+    calls._tell_of_reference.cache_clear()
     yield
-    ops._tell_of_reference.cache_clear()
+    calls._tell_of_reference.cache_clear()
 
 
 def make(
@@ -267,11 +270,14 @@ def test_two_calls_give_the_same_bits() -> None:
 
 
 @runs_kernels
-def test_float32_under_autocast_stays_float32() -> None:
-    q, k, v = make(dtype=FLOAT32)
+@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16])
+def test_autocast_casts_as_it_does_for_sdpa(dtype: torch.dtype) -> None:
+    q, k, v = make(dtype=dtype, kv_heads=4)
     with torch.autocast(DEVICE.type, dtype=BFLOAT16):
         out = attention(q, k, v)
-    assert torch.equal(out, attention(q, k, v))
+        sdpa = F.scaled_dot_product_attention(*swapped(q, k, v))
+    assert out.dtype == sdpa.dtype == BFLOAT16
+    assert torch.equal(out, attention(q.bfloat16(), k.bfloat16(), v.bfloat16()))
 
 
 # --- lse and outputs --------------------------------------------------------------------------------------------------
@@ -480,13 +486,13 @@ def strided(*strides: int, offset: int = 0, shape: tuple[int, ...] = SHAPE) -> T
     ids=lambda value: str(value.stride()) if isinstance(value, Tensor) else value.value,
 )
 def test_access_follows_pointers_and_strides(tensor: Tensor, access: Access) -> None:
-    assert ops.access_of(tensor) is access
+    assert access_of(tensor) is access
 
 
 def test_the_weakest_tensor_decides_the_access() -> None:
     tma, aligned, anyhow = torch.zeros(SHAPE, dtype=BFLOAT16), strided(0, 160, 32, 1), strided(480, 160, 33, 1)
-    assert ops.access_of(tma, aligned, tma) is Access.ALIGNED
-    assert ops.access_of(tma, aligned, anyhow) is Access.ANY
+    assert access_of(tma, aligned, tma) is Access.ALIGNED
+    assert access_of(tma, aligned, anyhow) is Access.ANY
 
 
 # --- nothing to do ----------------------------------------------------------------------------------------------------
@@ -622,13 +628,6 @@ def test_tensors_on_a_device_without_kernels_are_refused() -> None:
         attention(*make(device=torch.device("meta")))
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_a_gradient_is_refused_not_lost(name: str) -> None:
-    tensors = changed(**{name: lambda tensor: tensor.requires_grad_()})()
-    with pytest.raises(UnsupportedError, match=r"no backward in this release.* torch\.no_grad"):
-        attention(*tensors)
-
-
 @runs_kernels
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_tensors_that_require_gradients_are_served_without_grad_mode(mode: Any) -> None:
@@ -663,7 +662,7 @@ def test_threads_that_come_first_together_say_it_once(reference_only: None, monk
         notices.append(text)
         time.sleep(0.05)  # long enough for the other threads to come here
 
-    monkeypatch.setattr(ops, "_logger", SimpleNamespace(warning=slow_warning))
+    monkeypatch.setattr(calls, "_logger", SimpleNamespace(warning=slow_warning))
     q, k, v = make(device=torch.device("cpu"))
     together(lambda: attention(q, k, v))
     assert len(notices) == 1
@@ -733,7 +732,12 @@ def test_a_shapes_second_call_decides_renders_and_loads_nothing(
 ) -> None:
     q, k, v = make()
     first = attention(q, k, v, causal=True, softmax_scale=softmax_scale)
-    for module, name in ((Dispatcher, "decide"), (launch, "render"), (ops, "load_kernel"), (ops, "AttentionProblem")):
+    for module, name in (
+        (Dispatcher, "decide"),
+        (launch, "render"),
+        (live_kernels, "load_kernel"),
+        (calls, "KernelPlan"),
+    ):
         monkeypatch.setattr(module, name, None)  # not to be called
     assert torch.equal(attention(q.clone(), k, v, causal=True, softmax_scale=softmax_scale), first)
 
@@ -755,10 +759,10 @@ def test_a_stream_of_lengths_compiles_a_bounded_number_of_kernels(loads: list[Ca
 
 @runs_kernels
 def test_a_stream_of_lengths_does_not_fill_memory(cold: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "MAX_REMEMBERED_CALLS", 3)
+    monkeypatch.setattr(calls, "MAX_REMEMBERED_CALLS", 3)
     for seqlen in range(20, 26):
         assert_right(*make(seqlen, seqlen, batch=1))
-    assert len(ops._calls) == 3
+    assert len(calls._plans) == 3
 
 
 @runs_kernels
@@ -888,15 +892,15 @@ def test_explain_names_the_winner_and_its_database(user_database: Path) -> None:
 def on_h200(monkeypatch: pytest.MonkeyPatch, cold: None) -> dict[AttentionProblem, int]:
     """A process whose GPU 0 is an untuned H200; gives the misses that it stores."""
     stored: dict[AttentionProblem, int] = {}
-    monkeypatch.setattr(ops, "interpreting", lambda: False)
+    monkeypatch.setattr(live_kernels, "interpreting", lambda: False)
     dispatcher = Dispatcher(
         device=KNOWN_DEVICES["h200"],
         triton_version="3.7.1",
         load=lambda: Snapshot(rows=()),
         store_misses=stored.update,
     )
-    monkeypatch.setattr(ops, "_dispatchers", {0: dispatcher})
-    monkeypatch.setattr(ops, "load_kernel", lambda candidate, arch: candidate)
+    monkeypatch.setattr(live_kernels, "_dispatchers", {0: dispatcher})
+    monkeypatch.setattr(live_kernels, "load_kernel", lambda candidate, arch: candidate)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return stored
 

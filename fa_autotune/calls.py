@@ -1,0 +1,207 @@
+"""What a call of attention runs: a plan for each kind of call, found by one dict look-up.
+
+All that follows from shapes, strides, dtypes, mask and scale is in the plan: the checks are done, the kernels chosen,
+loaded and bound.
+"""
+
+import logging
+import threading
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fa_autotune.kernel_plan import CallArguments, Gradients, Into, KernelPlan, Needed, Saved, diagonal_of
+from fa_autotune.paths import interpreting
+from fa_autotune.reference import attention_gradients, attention_reference
+from fa_autotune.tensors import (
+    MAX_SCALE,
+    MIN_SCALE,
+    Quad,
+    check_kinds,
+    check_scale,
+    check_tensors,
+    dense,
+    heads_first,
+    lse_size,
+    out_size,
+    quad,
+)
+
+MAX_REMEMBERED_CALLS = 16_384  # a stream of ever new lengths must not fill memory
+
+_logger = logging.getLogger("fa_autotune")
+_lock = threading.RLock()
+_plans: dict[tuple[Any, ...], "Plan"] = {}
+
+
+class Plan(Protocol):
+    """How calls of one kind run."""
+
+    arguments: CallArguments
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """(out, lse): out dense in the call's layout, lse fp32 (batch, num_q_heads, seqlen_q)."""
+        ...
+
+    def backward(self, saved: Saved, d_out: Tensor | None, d_lse: Tensor | None, needed: Needed) -> Gradients:
+        """The needed gradients of q, k and v, dense in the call's layout. A gradient that is None counts as 0."""
+        ...
+
+
+def plan_of(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, mask: int, layout: int, generated: bool
+) -> Plan:
+    """The plan of a call, made once; InvalidProblemError and UnsupportedError for a call that can't be served.
+
+    mask and layout are those of `tensors`. Not generated: plain torch.
+    """
+    try:
+        key = (
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+            q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
+            softmax_scale, mask, layout, generated,
+        )  # fmt: skip
+    except (AttributeError, RuntimeError):  # lists have no shape, sparse tensors no strides
+        check_kinds(q, k, v)
+        raise
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _new_plan(q, k, v, CallArguments(softmax_scale, mask, layout, generated))
+        with _lock:
+            while len(_plans) >= MAX_REMEMBERED_CALLS:
+                del _plans[next(iter(_plans))]
+            _plans[key] = plan
+    return plan
+
+
+def write_gradients(
+    plan: Plan, saved: Saved, d_out: Tensor | None, d_lse: Tensor | None, needed: Needed, into: Into
+) -> Tensor | None:
+    """A plan's `backward` with its dk and dv, and dq where it has a place, written to `into`; gives dq."""
+    if isinstance(plan, KernelPlan):
+        return plan.backward(saved, d_out, d_lse, needed, into)[0]
+    gradients = plan.backward(saved, d_out, d_lse, needed)
+    for gradient, target in zip(gradients, into, strict=True):
+        if gradient is not None and target is not None:
+            target.copy_(gradient)
+    return gradients[0]
+
+
+def _new_plan(q: Tensor, k: Tensor, v: Tensor, arguments: CallArguments) -> Plan:
+    check_kinds(q, k, v)
+    scale = arguments.softmax_scale
+    if scale is not None:
+        check_scale(scale)
+    check_tensors(*(heads_first(tensor, arguments.layout) for tensor in (q, k, v)))
+    if q.numel() == 0 or k.numel() == 0:
+        return _EmptyPlan(arguments)
+    if scale is not None and not MIN_SCALE <= scale <= MAX_SCALE:
+        return _SignPlan(arguments, scale)
+    if arguments.generated and _runs_kernels(q):
+        return KernelPlan(arguments, q, k, v)
+    if arguments.generated:
+        with _lock:  # once, however many threads come first
+            _tell_of_reference()
+    return _ReferencePlan(arguments)
+
+
+def _runs_kernels(q: Tensor) -> bool:
+    return q.is_cuda or interpreting()
+
+
+@cache
+def _tell_of_reference() -> None:
+    _logger.warning(
+        "attention got CPU tensors and runs a plain torch reference: exact, but slow and O(seqlen_q · seqlen_k) in "
+        "memory. Generated kernels need a GPU (or TRITON_INTERPRET=1, for tests). Told once."
+    )
+
+
+def _empty(size: Quad, like: Tensor, layout: int) -> Tensor:
+    return torch.empty_strided(*dense(size, layout), dtype=like.dtype, device=like.device)
+
+
+def _empty_results(q: Tensor, v: Tensor, layout: int) -> tuple[Tensor, Tensor]:
+    lse = torch.empty(lse_size(q, layout), dtype=torch.float32, device=q.device)
+    return _empty(out_size(q, v), q, layout), lse
+
+
+class _EmptyPlan:
+    """No query, or no key: nothing to compute."""
+
+    def __init__(self, arguments: CallArguments) -> None:
+        self.arguments = arguments
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = _empty_results(q, v, self.arguments.layout)
+        return out.zero_(), lse.fill_(float("-inf"))
+
+    def backward(self, saved: Saved, d_out: Tensor | None, d_lse: Tensor | None, needed: Needed) -> Gradients:
+        layout = self.arguments.layout
+        tensors = zip(saved[:3], needed, strict=True)
+        dq, dk, dv = (_empty(quad(tensor), tensor, layout).zero_() if wanted else None for tensor, wanted in tensors)
+        return dq, dk, dv
+
+
+class _SignPlan:
+    """Kernels fold the scale into an fp32 exponent, where it must be positive: a sign, or a zero, is moved into q."""
+
+    def __init__(self, arguments: CallArguments, scale: float) -> None:
+        self.arguments = arguments
+        self._is_zero = abs(scale) < MIN_SCALE
+        self._positive = arguments._replace(softmax_scale=1.0 if self._is_zero else -scale)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        q = self._moved(q)
+        return plan_of(q, k, v, *self._positive).forward(q, k, v)
+
+    def backward(self, saved: Saved, d_out: Tensor | None, d_lse: Tensor | None, needed: Needed) -> Gradients:
+        q, k, v, out, lse = saved
+        q = self._moved(q)
+        plan = plan_of(q, k, v, *self._positive)
+        dq, dk, dv = plan.backward((q, k, v, out, lse), d_out, d_lse, needed)
+        if dq is not None:
+            dq = dq.zero_() if self._is_zero else dq.neg_()
+        return dq, dk, dv
+
+    def _moved(self, q: Tensor) -> Tensor:
+        return torch.zeros_like(q) if self._is_zero else q.neg()
+
+
+class _ReferencePlan:
+    """Plain torch: exact, slow, and O(seqlen_q · seqlen_k) in memory."""
+
+    def __init__(self, arguments: CallArguments) -> None:
+        self.arguments = arguments
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        layout = self.arguments.layout
+        out, lse = _empty_results(q, v, layout)
+        q, k, v = (heads_first(tensor, layout) for tensor in (q, k, v))
+        with torch.autocast(q.device.type, enabled=False):  # it would round the reference's products
+            result, result_lse = attention_reference(q, k, v, **self._numbers(q, k, v))
+        heads_first(out, layout).copy_(result)
+        return out, lse.copy_(result_lse)
+
+    def backward(self, saved: Saved, d_out: Tensor | None, d_lse: Tensor | None, needed: Needed) -> Gradients:
+        layout = self.arguments.layout
+        d_out = torch.zeros_like(saved[3]) if d_out is None else d_out
+        q, k, v, d_out = (heads_first(tensor, layout) for tensor in (*saved[:3], d_out))
+        with torch.autocast(q.device.type, enabled=False):
+            exact = attention_gradients(q, k, v, d_out, d_lse, **self._numbers(q, k, v))
+        gradients: list[Tensor | None] = [None, None, None]
+        for number, tensor in enumerate(saved[:3]):
+            if needed[number]:
+                gradients[number] = gradient = _empty(quad(tensor), tensor, layout)
+                heads_first(gradient, layout).copy_(exact[number])
+        dq, dk, dv = gradients
+        return dq, dk, dv
+
+    def _numbers(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
+        scale = self.arguments.softmax_scale
+        return {
+            "softmax_scale": q.shape[3] ** -0.5 if scale is None else scale,
+            "diagonal": diagonal_of(self.arguments.mask, q.shape[2], k.shape[2]),
+        }

@@ -1,0 +1,159 @@
+"""Attention with its gradient: which way a call takes through torch, and the autograd function of eager calls.
+
+A call in eager mode goes straight to its plan, past torch's dispatcher. While a graph is recorded, and under modes and
+transforms that must see the operation, it goes through the operators of `op_library`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from fa_autotune.calls import Plan, plan_of, write_gradients
+from fa_autotune.op_library import TransformableAttention, attention_op, gradients_op, refuse_forward_mode
+from fa_autotune.tensors import BSHD, check_kinds
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_is_compiling = torch.compiler.is_compiling
+_is_transforming = torch._C._are_functorch_transforms_active
+_unpack_dual: Any = forward_ad.unpack_dual
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    mask: int,
+    layout: int,
+    generated: bool,
+    with_lse: bool,
+) -> Any:
+    """Attention of a call's tensors: out, or (out, lse). The arguments are those of `calls.plan_of`."""
+    is_plain = type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN
+    if not is_plain:
+        check_kinds(q, k, v)
+    device_type = "cuda" if q.is_cuda else "cpu"
+    if torch.is_autocast_enabled(device_type):
+        q, k, v = (_cast(tensor, torch.get_autocast_dtype(device_type)) for tensor in (q, k, v))
+    if not is_plain or _is_seen_by_others():
+        op: Any = attention_op if _is_compiling() or not _is_transforming() else TransformableAttention.apply
+        results = op(q, k, v, softmax_scale, mask, layout, generated)
+        return results if with_lse else results[0]
+    plan = plan_of(q, k, v, softmax_scale, mask, layout, generated)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _apply(q, k, v, plan, with_lse)
+    if forward_ad._current_level >= 0:
+        _check_tangents(q, k, v)
+    results = plan.forward(q, k, v)
+    return results if with_lse else results[0]
+
+
+def attend_packed(q: Tensor | None, packed: Tensor, softmax_scale: float | None, mask: int, with_lse: bool) -> Any:
+    """Attention of kv (batch, seqlen_k, 2, heads, head_dim) and q, or of qkv (batch, seqlen, 3, heads, head_dim).
+
+    Where autograd records it, the gradient of the packed tensor is written in one piece.
+    """
+    if (
+        type(packed) in _PLAIN
+        and (q is None or type(q) in _PLAIN)
+        and torch.is_grad_enabled()
+        and packed.requires_grad
+        and not torch.is_autocast_enabled("cuda" if packed.is_cuda else "cpu")
+        and not _is_seen_by_others()
+    ):
+        return _apply_packed(q, packed, softmax_scale, mask, with_lse)
+    return attend(*_parts(q, packed), softmax_scale, mask, BSHD, True, with_lse)
+
+
+def _parts(q: Tensor | None, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if q is None:
+        q, k, v = packed.unbind(2)
+    else:
+        k, v = packed.unbind(2)
+    return q, k, v
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As autocast does with the operands of torch's own attention: float64 and integers stay."""
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+
+def _is_seen_by_others() -> bool:
+    """True while somebody records operations or changes their meaning."""
+    return _is_compiling() or is_in_torch_dispatch_mode() or _is_transforming()
+
+
+def _check_tangents(*tensors: Tensor) -> None:
+    if any(_unpack_dual(tensor).tangent is not None for tensor in tensors):
+        refuse_forward_mode()
+
+
+class _Attention(torch.autograd.Function):
+    """Saves q, k, v, out and lse; the backward runs only what is needed."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, with_lse: bool) -> Any:
+        out, lse = plan.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)
+        ctx.plan = plan
+        return (out, lse) if with_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None = None) -> tuple[Any, ...]:
+        if d_out is None and d_lse is None:
+            return None, None, None, None, None
+        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled() or _is_seen_by_others():
+            # The operator refuses to be differentiated again, should anybody try.
+            gradients = gradients_op(saved, d_out, d_lse, ctx.plan.arguments, needed)
+        else:
+            gradients = ctx.plan.backward(saved, d_out, d_lse, needed)
+        return *gradients, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        refuse_forward_mode()
+
+
+class _PackedAttention(torch.autograd.Function):
+    """`_Attention` of a packed tensor, which requires a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor | None, packed: Tensor, softmax_scale: float | None, mask: int, with_lse: bool
+    ) -> Any:
+        parts = _parts(q, packed)
+        plan = plan_of(*parts, softmax_scale, mask, BSHD, True)
+        out, lse = plan.forward(*parts)
+        ctx.save_for_backward(q, packed, out, lse)
+        ctx.set_materialize_grads(False)
+        ctx.plan = plan
+        return (out, lse) if with_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None = None) -> tuple[Any, ...]:
+        if d_out is None and d_lse is None:
+            return None, None, None, None, None
+        q, packed, out, lse = ctx.saved_tensors
+        saved, needed = (*_parts(q, packed), out, lse), (q is None or ctx.needs_input_grad[0], True, True)
+        if torch.is_grad_enabled() or _is_seen_by_others():
+            gradients: Any = gradients_op(saved, d_out, d_lse, ctx.plan.arguments, needed)
+            dq, whole = gradients[0], torch.stack(gradients[0 if q is None else 1 :], dim=2)
+        else:
+            whole = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
+            into: Any = whole.unbind(2) if q is None else (None, *whole.unbind(2))
+            dq = write_gradients(ctx.plan, saved, d_out, d_lse, needed, into)
+        return None if q is None else dq, whole, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        refuse_forward_mode()
+
+
+# Function.apply unwraps and looks for transforms first, which is known by then; this is what it calls at last.
+_apply: Any = super(torch.autograd.Function, _Attention).apply
+_apply_packed: Any = super(torch.autograd.Function, _PackedAttention).apply

@@ -1,0 +1,183 @@
+"""Functions with the signatures and the meaning of what models call today: flash-attn 2.8's, and PyTorch's.
+
+Replacing the import is the whole port. What is not served raises UnsupportedError before any kernel runs.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_autotune.differentiable import attend, attend_packed
+from fa_autotune.errors import InvalidProblemError, UnsupportedError
+from fa_autotune.ops import attention, check_features
+from fa_autotune.tensors import BHSD, BHSD_STORED_AS_BSHD, BOTTOM_RIGHT, FULL, TOP_LEFT, as_scale
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn.flash_attn_func: q is (batch, seqlen_q, heads, head_dim), k and v may have fewer heads (GQA, MQA).
+
+    causal is bottom-right aligned. return_attn_probs gives (out, softmax_lse, None), softmax_lse fp32 (batch, heads,
+    seqlen_q) in natural log. Gradients are always deterministic; softmax_lse has one too.
+    """
+    results = attention(
+        q,
+        k,
+        v,
+        causal=causal,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        return_lse=return_attn_probs,
+    )
+    return (*results, None) if return_attn_probs else results
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn.flash_attn_kvpacked_func: `flash_attn_func` of kv (batch, seqlen_k, 2, heads_k, head_dim).
+
+    The gradient of kv is written in one piece.
+    """
+    _check_packed("kv", kv, 2)
+    return _packed(q, kv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn.flash_attn_qkvpacked_func: `flash_attn_func` of qkv (batch, seqlen, 3, heads, head_dim).
+
+    The gradient of qkv is written in one piece.
+    """
+    _check_packed("qkv", qkv, 3)
+    return _packed(None, qkv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+
+
+def _check_packed(name: str, packed: Any, count: int) -> None:
+    if not isinstance(packed, Tensor) or packed.ndim != 5 or packed.shape[2] != count:
+        what = f"has shape {tuple(packed.shape)}" if isinstance(packed, Tensor) else f"is a {type(packed).__name__}"
+        raise InvalidProblemError(
+            f"{name} {what}; it is (batch, seqlen, {count}, heads, head_dim): stack its parts along dimension 2"
+        )
+
+
+def _packed(
+    q: Tensor | None,
+    packed: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_attn_probs: bool,
+) -> Any:
+    check_features(window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p)
+    if softmax_scale is not None and type(softmax_scale) is not float:
+        softmax_scale = as_scale(softmax_scale)
+    results = attend_packed(q, packed, softmax_scale, BOTTOM_RIGHT if causal else FULL, return_attn_probs)
+    return (*results, None) if return_attn_probs else results
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention: query (…, heads, L, E), key (…, heads, S, E), value (…, S, Ev).
+
+    is_causal is top-left aligned: query i sees keys j ≤ i, also where L ≠ S. Batch and head dimensions broadcast; with
+    enable_gqa the query heads may be a multiple of those of key and value instead. A query without a visible key can't
+    be asked for without a mask. The output lies in memory as query does.
+    """
+    if attn_mask is not None or dropout_p != 0.0:
+        name = "dropout_p" if attn_mask is None else "attn_mask"
+        raise UnsupportedError(
+            f"{name} is not served by this release of fa_autotune; leave it out (is_causal=True is the causal mask, "
+            "top-left) or call torch.nn.functional.scaled_dot_product_attention there"
+        )
+    if scale is not None and type(scale) is not float:
+        scale = as_scale(scale)
+    mask = TOP_LEFT if is_causal else FULL
+    lead = query.shape[:-2]
+    if len(lead) == 2 and (lead == key.shape[:-2] == value.shape[:-2] or (enable_gqa and _is_batch(query, key, value))):
+        layout = BHSD_STORED_AS_BSHD if query.stride(1) < query.stride(2) else BHSD
+        return attend(query, key, value, scale, mask, layout, True, False)  # type: ignore[no-any-return]
+    return _broadcast(query, key, value, scale, mask, enable_gqa)
+
+
+def _is_batch(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """True for tensors of 4 dimensions and one batch size."""
+    return key.ndim == value.ndim == 4 and query.shape[0] == key.shape[0] == value.shape[0]
+
+
+def _broadcast(query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: int, enable_gqa: bool) -> Tensor:
+    ndim = max(query.ndim, key.ndim, value.ndim)
+    least = 3 if enable_gqa else 2
+    if min(query.ndim, key.ndim, value.ndim) < least:
+        raise InvalidProblemError(
+            f"query, key and value have {query.ndim}, {key.ndim} and {value.ndim} dimensions; each takes at least "
+            f"{least}: (…{', heads' if enable_gqa else ''}, length, head_dim)"
+        )
+    q, k, v = (tensor[(None,) * (max(ndim, 4) - tensor.ndim)] for tensor in (query, key, value))
+    batch = _common((q.shape[:-3], k.shape[:-3], v.shape[:-3]), "batch")
+    heads = [q.shape[-3], k.shape[-3], v.shape[-3]]
+    if not enable_gqa:
+        (count,) = _common([(number,) for number in heads], "head")
+        one_for_all = heads[1] == heads[2] == 1  # shared, not repeated
+        heads = [count, 1, 1] if one_for_all else [count, count, count]
+    q, k, v = (
+        tensor.expand(*batch, number, *tensor.shape[-2:]).flatten(0, -4)
+        for tensor, number in zip((q, k, v), heads, strict=True)
+    )
+    out: Tensor = attend(q, k, v, scale, mask, BHSD, True, False)
+    return out.reshape((*batch, *out.shape[1:])[-ndim:])
+
+
+def _common(shapes: Sequence[Sequence[int]], what: str) -> tuple[int, ...]:
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        raise InvalidProblemError(
+            f"query, key and value have {what} dimensions {', '.join(str(tuple(shape)) for shape in shapes)}, which do "
+            "not broadcast; enable_gqa=True lets query have a multiple of the others' heads"
+        ) from None

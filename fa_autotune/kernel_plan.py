@@ -1,0 +1,176 @@
+"""The generated kernels of one kind of call, bound to its shapes and strides: a forward, and backwards as they come.
+
+What is left to a call is to allocate its results and launch.
+"""
+
+import threading
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fa_autotune.bound_launch import Launch, bind
+from fa_autotune.live_kernels import INTERPRETER_INDEX, kernel_for
+from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, AttentionShape, Pass
+from fa_autotune.tensors import (
+    BOTTOM_RIGHT,
+    DTYPES,
+    FULL,
+    Geometry,
+    access_of,
+    dense,
+    heads_first,
+    lse_size,
+    out_size,
+    quad,
+)
+
+MAX_REMEMBERED_BACKWARDS = 16  # of one kind of call: one for each way that its gradient lies in memory
+
+Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, out, lse
+Needed = tuple[bool, bool, bool]  # the gradient of q, of k, of v
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+Into = tuple[Tensor | None, Tensor, Tensor]  # where gradients are to be written: dq (None: allocate), dk, dv
+
+_WEAKNESS = {access: weakness for weakness, access in enumerate(Access)}
+_lock = threading.Lock()
+
+
+class CallArguments(NamedTuple):
+    """What a call says beside its tensors: the arguments of the operators."""
+
+    softmax_scale: float | None
+    mask: int
+    layout: int
+    generated: bool
+
+
+def diagonal_of(mask: int, seqlen_q: int, seqlen_k: int) -> int | None:
+    """Query row i sees keys j <= i + diagonal; None where every row sees every key."""
+    if mask == FULL:
+        return None
+    diagonal = seqlen_k - seqlen_q if mask == BOTTOM_RIGHT else 0
+    return None if diagonal >= seqlen_k - 1 else diagonal
+
+
+class KernelPlan:
+    """How calls of one kind run on generated kernels."""
+
+    def __init__(self, arguments: CallArguments, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Choose, load and bind the forward's kernel; NoKernelError, CompileError, LaunchError."""
+        self.arguments = arguments
+        layout = arguments.layout
+        q_view, k_view, v_view = (heads_first(tensor, layout) for tensor in (q, k, v))
+        batch_size, num_q_heads, seqlen_q, head_dim = q_view.shape
+        _, num_kv_heads, seqlen_k, head_dim_v = v_view.shape
+        self._scale = head_dim**-0.5 if arguments.softmax_scale is None else arguments.softmax_scale
+        self._diagonal = diagonal_of(arguments.mask, seqlen_q, seqlen_k)
+        self._device, self._dtype = q.device, q.dtype
+        self._index = q.device.index if q.is_cuda else INTERPRETER_INDEX
+        self._lse_size = lse_size(q, layout)
+        self._out = dense(out_size(q, v), layout)
+        self._gradients = [dense(quad(tensor), layout) for tensor in (q, k, v)]
+        self._backwards: dict[tuple[Any, ...], _Backward] = {}
+        self._problem = AttentionProblem(
+            family=AttentionFamily(
+                dtype=DTYPES[q.dtype],
+                head_dim=head_dim,
+                head_dim_v=head_dim_v,
+                bounded_right=self._diagonal is not None,
+                access=access_of(q_view, k_view, v_view),
+            ),
+            shape=AttentionShape(
+                batch_size=batch_size,
+                num_q_heads=num_q_heads,
+                num_kv_heads=num_kv_heads,
+                seqlen_q=seqlen_q,
+                seqlen_k=seqlen_k,
+            ),
+        )
+        out, lse = self._results("meta")
+        tensors = (q_view, k_view, v_view, heads_first(out, layout), lse)
+        self._launch = bind(kernel_for(self._problem, self._index), tensors, self._scale, self._diagonal)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """(out, lse), out dense in the call's layout."""
+        out, lse = self._results(self._device)
+        self._launch(q, k, v, out, lse)
+        return out, lse
+
+    def backward(
+        self, saved: Saved, d_out: Tensor | None, d_lse: Tensor | None, needed: Needed, into: Into | None = None
+    ) -> Gradients:
+        """The needed gradients; the saved tensors may have come back with other strides and addresses (from hooks)."""
+        q, k, v, out, lse = saved
+        if d_out is None:
+            d_out = torch.zeros_like(out)
+        key = (
+            q.stride(), k.stride(), v.stride(), out.stride(), d_out.stride(), needed, into and into[1].stride(),
+            (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | d_out.data_ptr()) & 15,
+        )  # fmt: skip
+        steps = self._backwards.get(key)
+        if steps is None:
+            steps = self._new_backward(saved, d_out, needed, into)
+            with _lock:
+                if len(self._backwards) >= MAX_REMEMBERED_BACKWARDS:
+                    self._backwards.clear()
+                self._backwards[key] = steps
+        if steps.copies_d_out:
+            d_out = self._empty(self._out, self._device).copy_(d_out)
+        delta = torch.empty(self._lse_size, dtype=torch.float32, device=self._device)
+        steps.delta(out, d_out, delta)
+        if d_lse is not None:
+            delta.sub_(d_lse)
+        dq, dk, dv = into or (None, None, None)
+        if steps.dkdv is not None:
+            dk = self._empty(self._gradients[1], self._device) if dk is None else dk
+            dv = self._empty(self._gradients[2], self._device) if dv is None else dv
+            steps.dkdv(q, k, v, d_out, lse, delta, dk, dv)
+        if steps.dq is not None:
+            dq = self._empty(self._gradients[0], self._device) if dq is None else dq
+            steps.dq(q, k, v, d_out, lse, delta, dq)
+        return dq, dk if needed[1] else None, dv if needed[2] else None
+
+    def _results(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        return self._empty(self._out, device), torch.empty(self._lse_size, dtype=torch.float32, device=device)
+
+    def _empty(self, geometry: Geometry, device: torch.device | str) -> Tensor:
+        return torch.empty_strided(*geometry, dtype=self._dtype, device=device)
+
+    def _new_backward(self, saved: Saved, d_out: Tensor, needed: Needed, into: Into | None) -> "_Backward":
+        layout = self.arguments.layout
+        q, k, v, out, d_out = (heads_first(tensor, layout) for tensor in (*saved[:4], d_out))
+        lse = saved[4]
+        copies = _WEAKNESS[access_of(d_out)] > _WEAKNESS[access_of(q, k, v)]
+        if copies:
+            d_out = heads_first(self._results("meta")[0], layout)
+        delta = self._results("meta")[1]
+        dq, dk, dv = (
+            heads_first(self._empty(geometry, "meta") if target is None else target, layout)
+            for geometry, target in zip(self._gradients, into or (None, None, None), strict=True)
+        )
+
+        def bound(kernel_pass: Pass, access: Access, *tensors: Tensor) -> Launch:
+            problem = self._problem.for_pass(kernel_pass)
+            problem = replace(problem, family=replace(problem.family, access=access))
+            numbers = () if kernel_pass is Pass.BWD_DELTA else (self._scale, self._diagonal)
+            return bind(kernel_for(problem, self._index), tensors, *numbers)
+
+        access = access_of(q, k, v, d_out)
+        inputs = (q, k, v, d_out, lse, delta)
+        return _Backward(
+            copies_d_out=copies,
+            delta=bound(Pass.BWD_DELTA, access_of(out, d_out), out, d_out, delta),
+            dkdv=bound(Pass.BWD_DKDV, access, *inputs, dk, dv) if needed[1] or needed[2] else None,
+            dq=bound(Pass.BWD_DQ, access, *inputs, dq) if needed[0] else None,
+        )
+
+
+class _Backward(NamedTuple):
+    """The launches of a backward; those that nobody needs are None."""
+
+    copies_d_out: bool  # into dense memory: one pass over it costs less than slower kernels for all
+    delta: Launch
+    dkdv: Launch | None
+    dq: Launch | None

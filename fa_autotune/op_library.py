@@ -1,0 +1,230 @@
+"""Attention as operators of torch's dispatcher: `fa_autotune::forward` and `fa_autotune::backward`.
+
+They are what a graph holds (torch.compile, export, make_fx) and what modes and transforms see; calls in eager mode go
+past them. Registered when this module is imported.
+"""
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fa_autotune.calls import plan_of
+from fa_autotune.errors import UnsupportedError
+from fa_autotune.kernel_plan import Gradients
+from fa_autotune.tensors import Quad, check_kinds, check_tensors, dense, heads_first, lse_size, out_size, quad
+
+_library: Any = torch.library  # its functions lack types
+LIBRARY = _library.Library("fa_autotune", "DEF")
+
+_CALL = "float? softmax_scale, int mask, int layout, bool generated"
+LIBRARY.define(
+    f"forward(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor lse)", tags=torch.Tag.pt2_compliant_tag
+)
+LIBRARY.define(
+    f"backward(Tensor? d_out, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_CALL}, "
+    "bool[3] needed) -> (Tensor dq, Tensor dk, Tensor dv)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return plan_of(q, k, v, *arguments).forward(q, k, v)
+
+
+def _backward(
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float | None,
+    mask: int,
+    layout: int,
+    generated: bool,
+    needed: list[bool],
+) -> tuple[Tensor, ...]:
+    plan = plan_of(q, k, v, softmax_scale, mask, layout, generated)
+    wanted = (needed[0], needed[1], needed[2])
+    gradients = plan.backward((q, k, v, out, lse), d_out, d_lse, wanted)
+    # An operator's results are tensors: one of no element stands for a gradient that nobody needs.
+    return tuple(q.new_empty(0) if gradient is None else gradient for gradient in gradients)
+
+
+for _backend in ("CPU", "CUDA"):
+    LIBRARY.impl("forward", _forward, _backend)
+    LIBRARY.impl("backward", _backward, _backend)
+
+
+def _empty(size: Quad, like: Tensor, layout: int) -> Tensor:
+    return like.new_empty_strided(*dense(size, layout))
+
+
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, mask: int, layout: int, generated: bool
+) -> tuple[Tensor, Tensor]:
+    check_kinds(q, k, v)
+    check_tensors(*(heads_first(tensor, layout) for tensor in (q, k, v)))
+    return _empty(out_size(q, v), q, layout), q.new_empty(lse_size(q, layout), dtype=torch.float32)
+
+
+def _fake_backward(
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float | None,
+    mask: int,
+    layout: int,
+    generated: bool,
+    needed: list[bool],
+) -> tuple[Tensor, ...]:
+    return tuple(
+        _empty(quad(tensor), tensor, layout) if wanted else q.new_empty(0)
+        for tensor, wanted in zip((q, k, v), needed, strict=True)
+    )
+
+
+_library.register_fake("fa_autotune::forward", _fake_forward, lib=LIBRARY)
+_library.register_fake("fa_autotune::backward", _fake_backward, lib=LIBRARY)
+
+
+def attention_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """`calls.plan_of(...).forward`, through the dispatcher."""
+    out, lse = torch.ops.fa_autotune.forward(q, k, v, *arguments)
+    return out, lse
+
+
+def gradients_op(
+    saved: tuple[Tensor, ...], d_out: Tensor | None, d_lse: Tensor | None, arguments: tuple[Any, ...], needed: Any
+) -> Gradients:
+    """A plan's `backward`, through the dispatcher."""
+    found = torch.ops.fa_autotune.backward(d_out, d_lse, *saved, *arguments, list(needed))
+    dq, dk, dv = (gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True))
+    return dq, dk, dv
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *arguments = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
+    ctx.call = tuple(arguments)
+
+
+def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+    if d_out is None and d_lse is None:
+        return (None,) * 7
+    return (*gradients_op(ctx.saved_tensors, d_out, d_lse, ctx.call, ctx.needs_input_grad[:3]), *(None,) * 4)
+
+
+def _refuse_to_differentiate_twice(ctx: Any, *gradients: Tensor) -> None:
+    raise UnsupportedError(
+        "attention has no second derivative: a gradient of its gradients was asked for; use "
+        "torch.nn.functional.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH) there"
+    )
+
+
+_library.register_autograd("fa_autotune::forward", _differentiate, setup_context=_save, lib=LIBRARY)
+_library.register_autograd("fa_autotune::backward", _refuse_to_differentiate_twice, lib=LIBRARY)
+
+
+# --- one more batch axis, for vmap -----------------------------------------------------------------------------------
+
+
+def fold_batch(op: Any, batch_size: int, in_dims: Any, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    """What vmap asks of an operator: its results with the mapped axis in front, and where that is in each.
+
+    The mapped axis becomes part of the batch; a tensor without one is expanded.
+    """
+
+    def folded(tensor: Any, dim: int | None) -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        moved = tensor.unsqueeze(0).expand(batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        return moved.flatten(0, 1)
+
+    results = op(*(folded(argument, dim) for argument, dim in zip(arguments, in_dims, strict=True)))
+    # A result of one axis stands for a gradient that nobody needs.
+    dims = tuple(None if result.ndim == 1 else 0 for result in results)
+    unfolded = zip(results, dims, strict=True)
+    return tuple(result if dim is None else result.unflatten(0, (batch_size, -1)) for result, dim in unfolded), dims
+
+
+def _vmap_of(op: Any) -> Any:
+    return lambda info, in_dims, *arguments: fold_batch(op, info.batch_size, in_dims, arguments)
+
+
+for _op in (torch.ops.fa_autotune.forward, torch.ops.fa_autotune.backward):
+    _library.register_vmap(_op.default, _vmap_of(_op.default), lib=LIBRARY)
+
+
+# --- torch.func: what an operator's autograd can't do there -----------------------------------------------------------
+
+
+class TransformableAttention(torch.autograd.Function):
+    """The forward operator under torch.func's transforms: grad, vjp and vmap in any nesting, but one derivative."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
+        return torch.ops.fa_autotune.forward(q, k, v, *arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _save(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> Any:
+        if d_out is None and d_lse is None:
+            return (None,) * 7
+        needed = ctx.needs_input_grad[:3]
+        apply: Any = _TransformableGradients.apply
+        found = apply(d_out, d_lse, *ctx.saved_tensors, *ctx.call, list(needed))
+        return *(gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True)), *(None,) * 4
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        refuse_forward_mode()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        return fold_batch(TransformableAttention.apply, info.batch_size, in_dims, arguments)
+
+
+class _TransformableGradients(torch.autograd.Function):
+    """The backward operator under torch.func's transforms."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return torch.ops.fa_autotune.backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> None:
+        _refuse_to_differentiate_twice(ctx, *gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        refuse_forward_mode()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        return fold_batch(_TransformableGradients.apply, info.batch_size, in_dims, arguments)
+
+
+def refuse_forward_mode() -> NoReturn:
+    """A tangent would be lost in silence: kernels know nothing of it."""
+    raise UnsupportedError(
+        "attention has no forward-mode derivative (jvp, dual tensors); use reverse mode, or "
+        "torch.nn.functional.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)"
+    )

@@ -1,0 +1,131 @@
+"""What must hold of q, k and v before a kernel may read them, and how their memory lies.
+
+Checks are made once for each kind of call (`calls`), so they may take their time.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_autotune.errors import InvalidProblemError, UnsupportedError
+from fa_autotune.problem import MAX_HEAD_DIM, MIN_HEAD_DIM, Access
+from fa_autotune.reference import TORCH_DTYPES
+
+MIN_SCALE, MAX_SCALE = 2.0**-125, 2.0**127  # times log2(e), still a normal fp32 number
+
+# Order of a call's axes, and how its results lie in memory. Plain integers: they are arguments of an operator.
+BHSD, BSHD, BHSD_STORED_AS_BSHD = 0, 1, 2
+
+# Which keys a query row sees: all, or those up to a diagonal that ends in one of two corners.
+FULL, BOTTOM_RIGHT, TOP_LEFT = 0, 1, 2
+
+DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
+
+Quad = tuple[int, int, int, int]
+Geometry = tuple[Quad, Quad]  # size and strides
+
+
+def heads_first(tensor: Tensor, layout: int) -> Tensor:
+    """The view (batch, heads, seqlen, head_dim) of a call's tensor."""
+    return tensor.transpose(1, 2) if layout == BSHD else tensor
+
+
+def dense(size: Quad, layout: int) -> Geometry:
+    """A result of that size in memory: contiguous in the layout that it is stored in."""
+    _, second, third, last = size
+    if layout == BHSD_STORED_AS_BSHD:
+        return size, (second * third * last, last, second * last, 1)
+    return size, (second * third * last, third * last, last, 1)
+
+
+def quad(tensor: Tensor) -> Quad:
+    """A tensor's four extents."""
+    first, second, third, last = tensor.shape
+    return first, second, third, last
+
+
+def out_size(q: Tensor, v: Tensor) -> Quad:
+    """Size of the output, in the order of q's axes."""
+    batch_size, second, third, _ = q.shape
+    return batch_size, second, third, v.shape[3]
+
+
+def lse_size(q: Tensor, layout: int) -> tuple[int, int, int]:
+    """(batch, num_q_heads, seqlen_q)."""
+    batch_size, second, third, _ = q.shape
+    return (batch_size, third, second) if layout == BSHD else (batch_size, second, third)
+
+
+def access_of(*tensors: Tensor) -> Access:
+    """The strongest access that tensors (batch, heads, seqlen, head_dim) allow, by their pointers and strides."""
+    access = Access.TMA
+    for tensor in tensors:
+        itemsize = tensor.element_size()
+        *outer, last = tensor.stride()
+        misaligned = tensor.data_ptr() % 16 or any(stride * itemsize % 16 for stride in outer)
+        if last != 1 or misaligned or tensor.shape[3] * itemsize % 16:
+            return Access.ANY
+        if 0 in outer:
+            access = Access.ALIGNED
+    return access
+
+
+def as_scale(value: Any) -> float:
+    """A softmax_scale of any number type as a float; InvalidProblemError if it is no number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidProblemError(f"softmax_scale={value!r} is not a number; None means 1/sqrt(head_dim)") from None
+
+
+def check_scale(scale: float) -> None:
+    """InvalidProblemError if a scale is not finite in fp32."""
+    if not abs(scale) <= MAX_SCALE:
+        raise InvalidProblemError(f"softmax_scale={scale} is not finite in float32; None means 1/sqrt(head_dim)")
+
+
+def check_kinds(q: Any, k: Any, v: Any) -> None:
+    """What must hold before a tensor's dimensions and strides can be read."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise InvalidProblemError(f"{name} is a {type(tensor).__name__}, attention takes torch tensors; convert it")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise InvalidProblemError(f"{name} is a sparse or nested tensor, attention takes dense ones; convert it")
+        if tensor.ndim != 4:
+            raise InvalidProblemError(
+                f"{name} has shape {tuple(tensor.shape)}, attention takes 4 dimensions: batch, seqlen, heads, head_dim "
+                '(layout="bhsd": heads before seqlen); add what is missing with unsqueeze'
+            )
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """All rules of q, k and v in (batch, heads, seqlen, head_dim) order; InvalidProblemError names the first broken."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dtype not in DTYPES:
+            known = ", ".join(str(dtype) for dtype in DTYPES)
+            raise InvalidProblemError(f"{name} is {tensor.dtype}, attention takes {known}; cast it")
+        if tensor.device != q.device:
+            raise InvalidProblemError(f"{name} is on {tensor.device} and q on {q.device}; move one of them")
+        if tensor.dtype != q.dtype:
+            raise InvalidProblemError(f"{name} is {tensor.dtype} and q {q.dtype}; cast one of them")
+        if tensor.shape[0] != q.shape[0]:
+            raise InvalidProblemError(f"{name} has batch size {tensor.shape[0]} and q {q.shape[0]}; they must be equal")
+    if q.device.type not in ("cuda", "cpu"):
+        raise UnsupportedError(f"attention runs on cuda and cpu tensors, not on {q.device}")
+    if q.shape[3] != k.shape[3]:
+        raise InvalidProblemError(f"q has head_dim {q.shape[3]} and k {k.shape[3]}; they must be equal")
+    for name, head_dim in (("q", q.shape[3]), ("v", v.shape[3])):
+        if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
+            raise InvalidProblemError(
+                f"{name} has head_dim {head_dim}, kernels serve {MIN_HEAD_DIM} to {MAX_HEAD_DIM}; pad or split it"
+            )
+    if k.shape[1:3] != v.shape[1:3]:
+        raise InvalidProblemError(
+            f"k has {k.shape[1]} heads × {k.shape[2]} keys and v {v.shape[1]} × {v.shape[2]}; they must be equal"
+        )
+    if q.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):
+        raise InvalidProblemError(
+            f"q has {q.shape[1]} heads, which is no multiple of the {k.shape[1]} kv heads: GQA needs whole groups; "
+            'is the layout right? it is "bshd" (batch, seqlen, heads, head_dim) unless layout="bhsd" is given'
+        )
