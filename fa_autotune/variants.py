@@ -221,7 +221,7 @@ def _backward_default(spec: VariantSpec, family: AttentionFamily, arch: str, col
     if spec.variant is Variant.TMA:
         if columns <= 128 or (columns <= 256 and not is_dkdv):
             return (64, 64, 4, stages)
-        return (64, 32, 4 if columns <= 256 else 8, stages)
+        return (64, 32, 8, stages)
     if not arch.startswith("sm_"):
         return (64, 16, 4, 1)
     if family.access is Access.ANY:  # a pointer for each element leaves fewer registers
