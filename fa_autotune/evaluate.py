@@ -145,7 +145,11 @@ class LocalEvaluator:
         failed: list[TrialRecord] = []
         finalists: list[Candidate] = []
         reports: dict[Candidate, AccuracyReport] = {}
+        self.prefetch(candidates)
         for candidate in candidates:
+            if (broken := self._compile_failure(candidate, problem)) is not None:
+                failed.append(broken)
+                continue
             report = self._run(soak_job, self._kernel(candidate).built, problem, deadline_s=self._deadlines.measure_s)
             if isinstance(report, Failure):
                 failed.append(self._record(candidate, problem, failure=report))
@@ -191,18 +195,8 @@ class LocalEvaluator:
     def _screen_one(self, candidate: Candidate, problem: AttentionProblem, incumbent_ms: float | None) -> TrialRecord:
         started = time.monotonic()
         kernel = self._kernel(candidate)
-        compiled = kernel.compiled.result()
-        if compiled.status is not TrialStatus.OK:
-            return TrialRecord(
-                candidate=candidate,
-                problem=problem,
-                status=compiled.status,
-                form=compile_form(candidate.family),
-                kernel_digest=kernel.digest,
-                resources=compiled.resources,
-                error=compiled.error,
-                constraint=compiled.gate,
-            )
+        if (broken := self._compile_failure(candidate, problem)) is not None:
+            return broken
         if kernel.accuracy is None:
             kernel.accuracy = self._run(verify_job, kernel.built, deadline_s=self._deadlines.verify_s)
         accuracy = kernel.accuracy
@@ -215,6 +209,23 @@ class LocalEvaluator:
             failure, measurement = (timed, None) if isinstance(timed, Failure) else (None, timed)
             record = self._record(candidate, problem, failure=failure, measurement=measurement)
         return replace(record, duration_s=time.monotonic() - started)
+
+    def _compile_failure(self, candidate: Candidate, problem: AttentionProblem) -> TrialRecord | None:
+        """Wait for the compiler; the record of a kernel that it or a gate refused, None if there is a kernel."""
+        kernel = self._kernel(candidate)
+        compiled = kernel.compiled.result()
+        if compiled.status is TrialStatus.OK:
+            return None
+        return TrialRecord(
+            candidate=candidate,
+            problem=problem,
+            status=compiled.status,
+            form=compile_form(candidate.family),
+            kernel_digest=kernel.digest,
+            resources=compiled.resources,
+            error=compiled.error,
+            constraint=compiled.gate,
+        )
 
     def _record(
         self,
@@ -245,10 +256,10 @@ class LocalEvaluator:
             started = self._worker is not None
             allowed = deadline_s if started else deadline_s + self._deadlines.start_s
             result = self._call(job, self._bench, *arguments, deadline_s=allowed)
-        except WorkerTimeout as error:
-            return Failure(status=TrialStatus.TIMED_OUT, error=str(error))
-        except WorkerDied as error:
-            return Failure(status=TrialStatus.CRASHED, error=str(error))
+        except (WorkerTimeout, WorkerDied) as error:
+            self._end_worker()  # a fresh one, that may take its time to start
+            status = TrialStatus.TIMED_OUT if isinstance(error, WorkerTimeout) else TrialStatus.CRASHED
+            return Failure(status=status, error=str(error))
         except WorkerError as error:
             return Failure(status=TrialStatus.LAUNCH_FAILED, error=str(error))
         if isinstance(result, Failure) and result.sticky:

@@ -32,6 +32,11 @@ _STICKY_ERRORS = (
     "illegal instruction",
     "device-side assert",
     "an illegal barrier",
+    "not supported on global/shared address space",
+    "invalid program counter",
+    "hardware stack error",
+    "launch timed out",
+    "uncorrectable",
 )
 
 
