@@ -5,10 +5,12 @@ loaded kernels and inputs stay in the worker's caches. They never see a user's t
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +22,9 @@ from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import AccuracyReport, Candidate, Measurement, Regime, TrialStatus
 from fa_autotune.reference import seeded_inputs
 from fa_autotune.verify import probes, verify, verify_sampled
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 SOAK_LAUNCHES = 1000
 SOAK_S = 0.25
@@ -71,78 +76,84 @@ class Failure:
     sticky: bool = False
 
 
+def _on_device(run: Callable[Concatenate[Bench, P], T | Failure]) -> Callable[Concatenate[Bench, P], T | Failure]:
+    """A job that runs with its own GPU as the current one, and gives what it raises as a Failure."""
+
+    @wraps(run)
+    def job(bench: Bench, /, *args: P.args, **kwargs: P.kwargs) -> T | Failure:
+        # Events, graphs and synchronize() belong to the current GPU, whatever GPU the tensors are on.
+        current = nullcontext() if bench.device_index is None else torch.cuda.device(bench.device_index)
+        try:
+            with current:
+                return run(bench, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - Triton and torch raise all sorts; a bad kernel is a result
+            return _failure(error)
+
+    return job
+
+
 def toolchain_job() -> Toolchain:
     """The versions that compile and run kernels in the worker."""
     return live_toolchain()
 
 
+@_on_device
 def verify_job(bench: Bench, built: Built) -> AccuracyReport | Failure:
     """Check a candidate's kernel on the probes round its blocks."""
     family, config = built.candidate.family, built.candidate.config
     probe_list = probes(family, block_m=config.BLOCK_M, block_n=config.BLOCK_N, exact_lengths=config.EXACT_LENGTHS)
-    try:
-        return verify(_loaded(built, bench.device.arch), family, probe_list, bench.torch_device)
-    except Exception as error:  # noqa: BLE001 - Triton and torch raise all sorts; a bad kernel is a result
-        return _failure(error)
+    return verify(_loaded(built, bench.device.arch), family, probe_list, bench.torch_device)
 
 
+@_on_device
 def screen_job(
     bench: Bench, built: Built, problem: AttentionProblem, incumbent_ms: float | None
 ) -> Measurement | Failure:
     """Time a verified kernel on a problem."""
-    try:
-        launch = _bound_launch(built, problem, bench)
-        regime = regime_for(problem, bench.device)
-        return screen(
-            launch,
-            timer=_timer(regime, bench),
-            regime=regime,
-            policy=bench.policy,
-            incumbent_ms=incumbent_ms,
-            device_index=bench.device_index,
-        )
-    except Exception as error:  # noqa: BLE001 - Triton and torch raise all sorts; a bad kernel is a result
-        return _failure(error)
+    regime = regime_for(problem, bench.device)
+    return screen(
+        _bound_launch(built, problem, bench),
+        timer=_timer(regime, bench),
+        regime=regime,
+        policy=bench.policy,
+        incumbent_ms=incumbent_ms,
+        device_index=bench.device_index,
+    )
 
 
+@_on_device
 def soak_job(bench: Bench, built: Built, problem: AttentionProblem) -> AccuracyReport | Failure:
     """Check a finalist at the problem's own size, then launch it many times: the last result must be the first, bit
     for bit."""
-    try:
-        kernel = _loaded(built, bench.device.arch)
-        inputs = _inputs(problem, str(bench.torch_device))
-        report = verify_sampled(kernel, problem, inputs, problem.family.head_dim**-0.5)
-        if not report.passed or bench.device_index is None:
-            return report
-        return _soaked(report, kernel, problem, bench)
-    except Exception as error:  # noqa: BLE001 - Triton and torch raise all sorts; a bad kernel is a result
-        return _failure(error)
+    kernel = _loaded(built, bench.device.arch)
+    inputs = _inputs(problem, str(bench.torch_device))
+    report = verify_sampled(kernel, problem, inputs, problem.family.head_dim**-0.5)
+    if not report.passed or bench.device_index is None:
+        return report
+    return _soaked(report, kernel, problem, inputs)
 
 
+@_on_device
 def confirm_job(bench: Bench, finalists: Sequence[Built], problem: AttentionProblem) -> list[Measurement] | Failure:
     """Time finalists interleaved; one measurement for each, in their order."""
-    try:
-        regime = regime_for(problem, bench.device)
-        launches = [_bound_launch(built, problem, bench) for built in finalists]
-        return confirm(
-            launches,
-            timer=_timer(regime, bench),
-            regime=regime,
-            policy=bench.policy,
-            device_index=bench.device_index,
-        )
-    except Exception as error:  # noqa: BLE001 - Triton and torch raise all sorts; a bad kernel is a result
-        return _failure(error)
+    regime = regime_for(problem, bench.device)
+    return confirm(
+        [_bound_launch(built, problem, bench) for built in finalists],
+        timer=_timer(regime, bench),
+        regime=regime,
+        policy=bench.policy,
+        device_index=bench.device_index,
+    )
 
 
 def _soaked(
-    report: AccuracyReport, kernel: LoadedKernel, problem: AttentionProblem, bench: Bench
+    report: AccuracyReport, kernel: LoadedKernel, problem: AttentionProblem, inputs: tuple[Tensor, Tensor, Tensor]
 ) -> AccuracyReport | Failure:
-    q, k, v = _inputs(problem, str(bench.torch_device))
+    q, k, v = inputs
     out, lse = _outputs(problem, q)
     scale, diagonal = problem.family.head_dim**-0.5, _diagonal(problem)
     kernel(q, k, v, out, lse, scale, diagonal)
-    expected = out.clone()
+    expected_out, expected_lse = out.clone(), lse.clone()
     deadline = time.monotonic() + SOAK_S
     for count in range(SOAK_LAUNCHES):
         kernel(q, k, v, out, lse, scale, diagonal)
@@ -151,7 +162,7 @@ def _soaked(
             if time.monotonic() > deadline:
                 break
     torch.cuda.synchronize()
-    if not torch.equal(out, expected):
+    if not (torch.equal(out, expected_out) and torch.equal(lse, expected_lse)):
         return Failure(status=TrialStatus.WRONG_RESULT, error="repeated launches changed the result")
     return report
 

@@ -1,7 +1,8 @@
 """What the measuring worker does, called in this process: results, kinds of failure, and what stays in memory."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 import triton
 from sabotage import Sabotage, before_each_launch, instead_of, render_with
 
+from fa_autotune import trial_jobs
 from fa_autotune.config import PortableFwdConfig
-from fa_autotune.device import INTERPRETER
+from fa_autotune.device import INTERPRETER, known_device
 from fa_autotune.evaluate import INTERPRETER_POLICY
 from fa_autotune.generated import load_module, write_module
+from fa_autotune.measure import MeasurePolicy
 from fa_autotune.paths import interpreting
 from fa_autotune.problem import AttentionFamily, AttentionProblem, DType
 from fa_autotune.records import AccuracyReport, Candidate, Measurement, Regime, Role, TrialStatus, Variant
@@ -53,6 +56,15 @@ def build(tmp_path: Path) -> Build:
         return Built(candidate=candidate, module_path=write_module(source, tmp_path))
 
     return build
+
+
+JOBS: dict[str, Callable[[Bench, Built], Any]] = {
+    "verify": verify_job,
+    "screen": lambda bench, built: screen_job(bench, built, PROBLEM, None),
+    "soak": lambda bench, built: soak_job(bench, built, PROBLEM),
+    "confirm": lambda bench, built: confirm_job(bench, [built], PROBLEM),
+}
+each_job = pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 
 
 def failed(result: object) -> Failure:
@@ -156,18 +168,9 @@ class TestFailures:
         failure = failed(screen_job(BENCH, build(before_each_launch("raise ValueError('x' * 10**6)")), PROBLEM, None))
         assert len(failure.error) <= 1000
 
-    @pytest.mark.parametrize(
-        "job",
-        [
-            lambda built: verify_job(BENCH, built),
-            lambda built: screen_job(BENCH, built, PROBLEM, None),
-            lambda built: soak_job(BENCH, built, PROBLEM),
-            lambda built: confirm_job(BENCH, [built], PROBLEM),
-        ],
-        ids=["verify", "screen", "soak", "confirm"],
-    )
-    def test_are_the_result_of_every_job(self, build: Build, job: Callable[[Built], Any]) -> None:
-        failure = failed(job(build(before_each_launch("raise RuntimeError('planted')"))))
+    @each_job
+    def test_are_the_result_of_every_job(self, build: Build, job: Callable[[Bench, Built], Any]) -> None:
+        failure = failed(job(BENCH, build(before_each_launch("raise RuntimeError('planted')"))))
         assert failure.status is TrialStatus.LAUNCH_FAILED
 
     def test_include_a_module_that_does_not_import(self, build: Build) -> None:
@@ -212,3 +215,41 @@ class TestMemory:
         built = build(lambda text: remembering(failing(text)))
         screen_job(BENCH, built, PROBLEM, None)
         assert [reference() for reference in seen(built)] == [None]
+
+
+@pytest.fixture
+def made_current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The GPUs that were made current, though there need be none."""
+    indices: list[int] = []
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        indices.append(index)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    return indices
+
+
+class TestDevice:
+    @each_job
+    def test_of_the_bench_is_current_before_a_kernel_is_loaded(
+        self,
+        job: Callable[[Bench, Built], Any],
+        build: Build,
+        made_current: list[int],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        def loaded(built: Built, arch: str) -> None:
+            raise RuntimeError(f"current were {made_current}")
+
+        monkeypatch.setattr(trial_jobs, "_loaded", loaded)
+        bench = Bench(device=known_device("h200"), device_index=3, policy=MeasurePolicy())
+        assert failed(job(bench, build())).error == "RuntimeError: current were [3]"
+
+    @each_job
+    def test_is_no_gpu_for_the_interpreter(
+        self, job: Callable[[Bench, Built], Any], build: Build, made_current: list[int]
+    ) -> None:
+        assert not isinstance(job(BENCH, build()), Failure)
+        assert made_current == []
