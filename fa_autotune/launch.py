@@ -90,11 +90,14 @@ def gpu_uuid(index: int) -> str:
 class LoadedKernel:
     """A candidate's kernel, ready to be called on one device."""
 
-    def __init__(self, candidate: Candidate, module_path: Path, arch: str) -> None:
-        """Import a candidate's generated module and compile its kernel, or find it in Triton's cache. CompileError."""
+    def __init__(self, candidate: Candidate, module_path: Path, arch: str, device_index: int | None = None) -> None:
+        """Import a candidate's generated module and compile its kernel, or find it in Triton's cache. CompileError.
+
+        The binary is put on GPU `device_index` now; without one, on the GPU of the first call, when that comes.
+        """
         self.candidate = candidate
         self.module: ModuleType = load_module(module_path)
-        self._run = _interpreted(self.module) if interpreting() else _compiled(self.module, arch)
+        self._run = _interpreted(self.module) if interpreting() else _compiled(self.module, arch, device_index)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float, diagonal: int | None
@@ -114,13 +117,18 @@ class LoadedKernel:
             self._run(grid, arguments)
 
 
-def load_kernel(candidate: Candidate, arch: str) -> LoadedKernel:
+def load_kernel(candidate: Candidate, arch: str, device_index: int | None = None) -> LoadedKernel:
     """Render a candidate, write its module to the cache folder and load it; TemplateError, CompileError."""
-    return LoadedKernel(candidate, write_module(render(candidate), candidates_dir()), arch)
+    return LoadedKernel(candidate, write_module(render(candidate), candidates_dir()), arch, device_index)
 
 
-def _compiled(module: ModuleType, arch: str) -> Callable[[tuple[int, ...], tuple[Any, ...]], None]:
+def _compiled(
+    module: ModuleType, arch: str, device_index: int | None
+) -> Callable[[tuple[int, ...], tuple[Any, ...]], None]:
     compiled = compile_module(module, arch)
+    if device_index is not None:
+        with torch.cuda.device(device_index):
+            _ = compiled.run  # Triton builds the launcher and loads the binary when this is first read
 
     def run(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         compiled[grid](*arguments)

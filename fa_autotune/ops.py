@@ -245,7 +245,8 @@ def _kernel(problem: AttentionProblem, index: int) -> LoadedKernel:
                     f"the kernel for {problem.label} is not loaded and a CUDA-graph capture is under way; call "
                     f'fa_autotune.warmup(["{problem.key}"]) or run the model once before capturing'
                 )
-            kernel = load_kernel(candidate, _dispatcher(index).device.arch)
+            device_index = None if index == _INTERPRETER_INDEX else index
+            kernel = load_kernel(candidate, _dispatcher(index).device.arch, device_index)
             _kernels[index, candidate] = kernel
         return kernel
 

@@ -64,9 +64,9 @@ def loads(cold: None, monkeypatch: pytest.MonkeyPatch) -> list[Candidate]:
     loaded: list[Candidate] = []
     load = ops.load_kernel
 
-    def counted(candidate: Candidate, arch: str) -> launch.LoadedKernel:
+    def counted(candidate: Candidate, *where: Any) -> launch.LoadedKernel:
         loaded.append(candidate)
-        return load(candidate, arch)
+        return load(candidate, *where)
 
     monkeypatch.setattr(ops, "load_kernel", counted)
     return loaded
@@ -896,7 +896,7 @@ def on_h200(monkeypatch: pytest.MonkeyPatch, cold: None) -> dict[AttentionProble
         store_misses=stored.update,
     )
     monkeypatch.setattr(ops, "_dispatchers", {0: dispatcher})
-    monkeypatch.setattr(ops, "load_kernel", lambda candidate, arch: candidate)
+    monkeypatch.setattr(ops, "load_kernel", lambda candidate, *where: candidate)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return stored
 
@@ -912,6 +912,15 @@ def test_what_ran_without_a_winner_is_stored_as_a_miss(device: Any, on_h200: dic
 def test_explaining_a_problem_is_no_miss(on_h200: dict[AttentionProblem, int]) -> None:
     assert "NVIDIA H200" in explain(PROBLEM, device="cuda:0")
     assert flush_misses() == 0
+
+
+def test_warmup_puts_the_kernel_on_the_named_gpu(
+    on_h200: dict[AttentionProblem, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[tuple[object, ...]] = []
+    monkeypatch.setattr(ops, "load_kernel", lambda candidate, *where: places.append(where))
+    warmup([PROBLEM], device="cuda:0")
+    assert places == [("sm_90", 0)]
 
 
 def test_nothing_is_loaded_inside_a_capture(
