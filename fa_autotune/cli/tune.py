@@ -276,7 +276,7 @@ def _closing(progress: _Progress, database: Path | None) -> str:
     if progress.state == "interrupted":
         usable = "The winners are usable now; the" if won else "The"
         text = f"Interrupted. {text} {usable} same command with --resume goes on and repeats nothing."
-    elif progress.interpreted:
+    elif progress.interpreted and won:
         text += " The pipeline works; with a GPU the same command tunes it."
     return text
 
