@@ -250,12 +250,9 @@ class TuningDatabase:
         self, problem: AttentionProblem, *, device: DeviceSpec | None = None, limit: int = 10
     ) -> list[LeaderboardEntry]:
         """The best `limit` configs of a problem on each device and in each regime, the fastest first."""
-        filters = {
-            "problem_key": problem.key,
-            "device_fingerprint": _fingerprint(device),
-            "position": range(1, limit + 1),
-        }
-        return self._read_view(LEADERBOARD_SQL, filters, leaderboard_from)
+        filters = {"problem_key": problem.key, "device_fingerprint": _fingerprint(device)}
+        best = f"SELECT * FROM ({LEADERBOARD_SQL}) WHERE position <= {int(limit)}"
+        return self._read_view(best, filters, leaderboard_from)
 
     def rejections(
         self,
