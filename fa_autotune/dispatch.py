@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from fa_autotune.config import KernelConfig, config_label
 from fa_autotune.device import INTERPRETER_ARCH, DeviceSpec
 from fa_autotune.errors import FaAutotuneError, NoKernelError, UnsupportedError
 from fa_autotune.misses import MissLog, Store
-from fa_autotune.paths import database_path, packs_dir
+from fa_autotune.paths import database_path, pack_paths
 from fa_autotune.problem import AttentionProblem, AttentionShape
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.snapshot import Snapshot, Source, WinnerRow, load_snapshot
@@ -374,11 +373,6 @@ def _halvings(block: int) -> list[int]:
 
 
 # --- for a whole process ----------------------------------------------------------------------------------------------
-
-
-def pack_paths() -> list[Path]:
-    """The shipped packs."""
-    return sorted(packs_dir().glob("*.db"))
 
 
 def default_snapshot() -> Snapshot:

@@ -26,6 +26,11 @@ def packs_dir() -> Path:
     return _data_dir("tuning_db")
 
 
+def pack_paths() -> list[Path]:
+    """The shipped packs, by name."""
+    return sorted(packs_dir().glob("*.db"))
+
+
 def shipped_kernels_dir() -> Path:
     """Folder of the shipped winners' kernels."""
     return _data_dir("kernels_generated")

@@ -76,14 +76,14 @@ def test_winners_of_another_variant_are_none(path: Path) -> None:
 def test_winners_include_shipped_packs_when_asked(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "packs").mkdir()
     write_pack(tmp_path / "packs", "nvidia_h200.db")
-    monkeypatch.setattr("fa_autotune.cli.db.packs_dir", lambda: tmp_path / "packs")
+    monkeypatch.setattr("fa_autotune.paths.packs_dir", lambda: tmp_path / "packs")
     found = document("winners", "--db", path, "--packs")["winners"]
     assert [winner["source"] for winner in found] == ["tuning.db", "nvidia_h200.db"]
 
 
 def test_packs_are_shown_without_a_database_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_pack(tmp_path, "nvidia_h200.db")
-    monkeypatch.setattr("fa_autotune.cli.db.packs_dir", lambda: tmp_path)
+    monkeypatch.setattr("fa_autotune.paths.packs_dir", lambda: tmp_path)
     monkeypatch.setattr("fa_autotune.cli.db.database_path", lambda: tmp_path / "none.db")
     assert len(document("winners", "--packs")["winners"]) == 1
 

@@ -10,7 +10,7 @@ import click
 
 from fa_autotune.config import config_label
 from fa_autotune.errors import DatabaseError
-from fa_autotune.paths import database_path, packs_dir
+from fa_autotune.paths import database_path, pack_paths
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import TrialStatus, Variant
 
@@ -273,7 +273,7 @@ def _open(path: Path | None, *, writable: bool = False) -> "TuningDatabase":
 
 def _sources(path: Path | None, *, with_packs: bool) -> list[Path]:
     own = path or database_path()
-    packs = sorted(packs_dir().glob("*.db")) if with_packs else []
+    packs = pack_paths() if with_packs else []
     return [own, *packs] if path or own.exists() or not packs else packs
 
 

@@ -135,7 +135,7 @@ def doctor_command(ctx: click.Context, *, as_json: bool) -> None:
 def look_round() -> Machine:
     """Ask the machine. A part that is missing or broken is an answer, not an error."""
     devices, driver, cuda, torch_error = _ask_torch()
-    database, packs = paths.database_path(), tuple(sorted(paths.packs_dir().glob("*.db")))
+    database, packs = paths.database_path(), tuple(paths.pack_paths())
     return Machine(
         versions={**_package_versions(), "driver": driver, "cuda": cuda},
         torch_error=torch_error,

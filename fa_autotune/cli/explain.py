@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 
 from fa_autotune.device import INTERPRETER, INTERPRETER_ARCH, KNOWN_DEVICES, DeviceSpec, known_device
-from fa_autotune.dispatch import decide, pack_paths, rendered_digest
+from fa_autotune.dispatch import decide, rendered_digest
 from fa_autotune.errors import FaAutotuneError
-from fa_autotune.paths import database_path
+from fa_autotune.paths import database_path, pack_paths
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.snapshot import load_snapshot
 

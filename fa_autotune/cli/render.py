@@ -75,7 +75,7 @@ def write_winners() -> list[Path]:
     folder = paths.shipped_kernels_dir()
     if not folder.is_dir():
         raise FaAutotuneError(f"{folder} is not there: --winners is for a checkout; give --problem to print a kernel")
-    snapshot = load_snapshot(paths.database_path(), sorted(paths.packs_dir().glob("*.db")))
+    snapshot = load_snapshot(paths.database_path(), paths.pack_paths())
     return write_exactly((row.candidate for row in snapshot.rows if row.source is Source.PACK), folder)
 
 
