@@ -4,8 +4,10 @@ Fields in upper case become constants of the generated module, those in lower ca
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from fa_autotune.errors import InvalidConfigError
 from fa_autotune.problem import canonical_json
@@ -13,8 +15,8 @@ from fa_autotune.problem import canonical_json
 SCHEMA_VERSION = 1
 
 
-def _is_power_of_two(value: int) -> bool:
-    return value > 0 and value & (value - 1) == 0
+def _is_power_of_two(low: int, high: int, value: int) -> bool:
+    return low <= value <= high and value & (value - 1) == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,12 +111,8 @@ def _check_forward(config: PortableFwdConfig | TmaFwdConfig) -> None:
         ("HEADS_PER_GROUP", 1, 64),
         ("HEAD_DIM_PIECE", 16, 256),
     ):
-        _check(
-            name,
-            getattr(config, name),
-            f"a power of two from {low} to {high}",
-            lambda v, lo=low, hi=high: lo <= v <= hi and _is_power_of_two(v),
-        )
+        rule = f"a power of two from {low} to {high}"
+        _check(name, getattr(config, name), rule, partial(_is_power_of_two, low, high))
     _check("num_stages", config.num_stages, "an integer from 1 to 8", lambda v: 1 <= v <= 8)
     _check("ROW_SUM_LANES", config.ROW_SUM_LANES, "1 or 8", lambda v: v in (1, 8))
     if config.maxnreg is not None:
@@ -129,6 +127,6 @@ def _check_forward(config: PortableFwdConfig | TmaFwdConfig) -> None:
             raise InvalidConfigError(f"{field.name}={getattr(config, field.name)!r} is not true or false")
 
 
-def _check(name: str, value: Any, rule: str, holds: Any) -> None:
+def _check(name: str, value: object, rule: str, holds: Callable[[int], bool]) -> None:
     if type(value) is not int or not holds(value):
         raise InvalidConfigError(f"{name}={value!r} is not {rule}")
