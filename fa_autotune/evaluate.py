@@ -178,7 +178,7 @@ class LocalEvaluator:
         try:
             source = render(candidate)
             path = write_module(source, candidates_dir())
-        except (TemplateError, OSError) as error:
+        except TemplateError as error:
             broken: Future[CompileResult] = Future()
             broken.set_result(CompileResult(status=TrialStatus.COMPILE_FAILED, error=str(error)))
             return _Kernel(built=None, digest=None, compiled=broken)
@@ -213,7 +213,13 @@ class LocalEvaluator:
     def _compile_failure(self, candidate: Candidate, problem: AttentionProblem) -> TrialRecord | None:
         """Wait for the compiler; the record of a kernel that it or a gate refused, None if there is a kernel."""
         kernel = self._kernel(candidate)
-        compiled = kernel.compiled.result()
+        try:
+            compiled = kernel.compiled.result()
+        except OSError as error:  # no kernel's fault: Triton's cache, the assembler
+            raise FaAutotuneError(
+                f"compiling failed for a reason outside of the kernels: {error}; check {triton_cache_dir()} "
+                "(FA_AUTOTUNE_CACHE names another place) and `fa-autotune doctor`"
+            ) from error
         if compiled.status is TrialStatus.OK:
             return None
         return TrialRecord(
@@ -313,8 +319,13 @@ class _DeviceLock:
 
     def __init__(self, device_index: int) -> None:
         path = cache_dir() / "locks" / f"gpu-{gpu_uuid(device_index)}.lock"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+")
+        except OSError as error:
+            raise FaAutotuneError(
+                f"the lock of GPU {device_index} can't be written: {error}; let FA_AUTOTUNE_CACHE name another folder"
+            ) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

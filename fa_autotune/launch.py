@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from fa_autotune.device import INTERPRETER, DeviceSpec, Toolchain, nearest_memory_gb
-from fa_autotune.errors import FaAutotuneError, LaunchError
+from fa_autotune.errors import CompileError, FaAutotuneError, LaunchError
 from fa_autotune.generated import candidates_dir, compile_module, load_module, write_module
 from fa_autotune.paths import interpreting
 from fa_autotune.records import Candidate
 from fa_autotune.render import render
 
 MAX_GRID = 2**31 - 1
+MAX_ERROR_CHARACTERS = 1000  # compilers print pages of intermediate code
 Answer = TypeVar("Answer")
 
 _interpreter_lock = threading.Lock()
@@ -119,7 +120,17 @@ class LoadedKernel:
 
 def load_kernel(candidate: Candidate, arch: str, device_index: int | None = None) -> LoadedKernel:
     """Render a candidate, write its module to the cache folder and load it; TemplateError, CompileError."""
-    return LoadedKernel(candidate, write_module(render(candidate), candidates_dir()), arch, device_index)
+    path = write_module(render(candidate), candidates_dir())
+    try:
+        return LoadedKernel(candidate, path, arch, device_index)
+    except FaAutotuneError:
+        raise
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
+        raise CompileError(
+            f"the {candidate.variant} kernel of {candidate.family.label} does not compile or load for {arch}: {text}; "
+            f"it is {path}, and `fa-autotune doctor` says what may be missing"
+        ) from error
 
 
 def _compiled(
@@ -142,8 +153,9 @@ def _interpreted(module: ModuleType) -> Callable[[tuple[int, ...], tuple[Any, ..
     install_interpreter_shim()
 
     def run(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
-        # log2(0) and inf − inf are defined results in a kernel; numpy would warn of them, and of Triton 3.6.
+        # log2(0), inf − inf and a row of NaN have defined results in a kernel; numpy would warn, and of Triton 3.6.
         with _interpreter_lock, numpy.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "All-NaN slice encountered", RuntimeWarning)
             warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0", DeprecationWarning)
             module.KERNEL[grid](*arguments)
 

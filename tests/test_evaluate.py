@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from sabotage import Sabotage, before_each_launch, instead_of, launches, log_launches, render_with
 
+from fa_autotune.compiler import CompileResult
 from fa_autotune.config import KernelConfig, PortableFwdConfig, TmaFwdConfig
 from fa_autotune.device import INTERPRETER, known_device
 from fa_autotune.errors import FaAutotuneError, TemplateError
@@ -461,3 +463,23 @@ class TestRanking:
     def test_does_not_depend_on_the_order_of_the_finalists(self) -> None:
         finalists = [finalist(replace(SIMPLE, BLOCK_N=n), time) for n, time in ((16, 1.0), (32, 1.001), (64, 1.002))]
         assert ranks(*finalists) == ranks(*reversed(finalists))
+
+
+@kernel
+def test_a_compiler_that_fails_for_a_reason_of_the_machine_ends_the_job_with_our_error(
+    evaluator: LocalEvaluator, fresh: Iterator[Candidate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken: Future[CompileResult] = Future()
+    broken.set_exception(OSError(28, "No space left on device"))
+    monkeypatch.setattr(evaluator._compilers, "submit", lambda request: broken)
+    with pytest.raises(FaAutotuneError, match=r"outside of the kernels.*No space left.*FA_AUTOTUNE_CACHE"):
+        screened(evaluator, next(fresh))
+
+
+def test_a_lock_that_can_not_be_written_is_our_error(
+    on_gpu: Callable[[str], LocalEvaluator], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("fa_autotune.evaluate.cache_dir", lambda: tmp_path / "file")
+    with pytest.raises(FaAutotuneError, match=r"lock of GPU 0.*FA_AUTOTUNE_CACHE"):
+        on_gpu("GPU-1")
