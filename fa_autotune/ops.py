@@ -103,6 +103,8 @@ def attention(
             "attention has no backward in this release, but q, k or v requires a gradient; call it under "
             "torch.no_grad(), or train with torch.nn.functional.scaled_dot_product_attention"
         )
+    if q.is_neg() or k.is_neg() or v.is_neg():  # views such as z.conj().imag, whose memory holds the opposite sign
+        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out, lse = _forward(q, k, v, bool(causal), softmax_scale, bshd=layout == "bshd", generated=backend == "generated")
@@ -297,7 +299,7 @@ def _tell_of_reference() -> None:
 def _as_scale(value: Any) -> float:
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         raise InvalidProblemError(f"softmax_scale={value!r} is not a number; None means 1/sqrt(head_dim)") from None
 
 
