@@ -174,7 +174,7 @@ def _write(folder: Path, report: "BenchReport", document: str, text: str) -> lis
         name = f"{stem}-{count}"
     paths = [folder / f"{name}.json", folder / f"{name}.md"]
     for path, content in zip(paths, (document + "\n", text), strict=True):
-        path.write_text(content)
+        path.write_text(content, encoding="utf-8")
     return paths
 
 
