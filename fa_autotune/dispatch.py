@@ -130,7 +130,7 @@ def decide(
 
 def parse_triton_version(version: str) -> tuple[int, int]:
     """(3, 7) for `3.7.1`; UnsupportedError if the text is no version."""
-    match = re.match(r"(\d+)\.(\d+)", version)
+    match = re.match(r"(\d{1,9})\.(\d{1,9})", version)
     if match is None:
         raise UnsupportedError(f"Triton version {version!r} is not like 3.7.1; reinstall Triton")
     return int(match[1]), int(match[2])

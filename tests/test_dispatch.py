@@ -181,9 +181,10 @@ def test_too_old_a_triton_is_an_error_that_says_so() -> None:
         choose(PROBLEM, triton="3.5.0")
 
 
-def test_unreadable_triton_version_is_an_error() -> None:
-    with pytest.raises(UnsupportedError, match="'nightly'"):
-        choose(PROBLEM, triton="nightly")
+@pytest.mark.parametrize("version", ["nightly", "9" * 5000 + ".0"], ids=["word", "huge"])
+def test_unreadable_triton_version_is_an_error(version: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"'{version}'"):
+        choose(PROBLEM, triton=version)
 
 
 # --- the ladder within an origin --------------------------------------------------------------------------------------

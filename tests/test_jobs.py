@@ -134,7 +134,9 @@ def test_a_duration_is_read_with_its_unit(text, seconds):
     assert parse_duration_s(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "10", "m", "0s", "-5m", "1.5h", "10m5", "tomorrow"])
+@pytest.mark.parametrize(
+    "text", ["", "10", "m", "0s", "-5m", "1.5h", "10m5", "tomorrow", "9" * 400 + "h", "9" * 5000 + "s"]
+)
 def test_a_duration_without_unit_or_sense_is_refused(text):
     with pytest.raises(FaAutotuneError, match="is no duration"):
         parse_duration_s(text)
