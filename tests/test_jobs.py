@@ -214,7 +214,7 @@ def test_a_job_without_any_winner_exits_with_1(path):
 
 
 def test_a_pipeline_that_found_nothing_is_not_said_to_work(path):
-    fails = {"landscape": lambda candidate, problem: TrialStatus.COMPILE_FAILED}
+    fails = {"landscape": lambda candidate, problem: TrialStatus.WRONG_RESULT}
     result = command("--db", path, device=INTERPRETER, index=None, **fails)
     assert result.exit_code == 1
     assert "The pipeline works" not in result.stdout
