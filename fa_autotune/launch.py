@@ -41,7 +41,8 @@ def live_device(index: int = 0) -> DeviceSpec:
     count = torch.cuda.device_count()
     if not 0 <= index < count:
         raise FaAutotuneError(
-            f"GPU {index} asked for, torch {torch.__version__} sees {count}; `fa-autotune doctor` says what is missing"
+            f"there is no GPU {index}: torch {torch.__version__} sees {count or 'none'}; "
+            "`fa-autotune doctor` says what is missing"
         )
     properties: Any = torch.cuda.get_device_properties(index)  # torch's stubs lack some of its attributes
     if torch.version.hip:

@@ -7,7 +7,7 @@ schema version. Optional features are written into a key only when they are on, 
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
 
@@ -179,12 +179,14 @@ class AttentionProblem:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read the short form `BxHqxHkvxLqxLkxD[xDv][,causal][,bf16|fp16|fp32][,tma|aligned|any]`, or a key.
+        """Read the short form `BxHqxHkvxLqxLkxD[xDv][,causal][,bf16|fp16|fp32][,tma|aligned|any]`, a label or a key.
 
         `AttentionProblem.parse("4x32x8x4096x4096x128,causal")` is Llama-like prefill in bfloat16. `×` may stand for x.
         """
         if text.lstrip().startswith("{"):
             return cls.from_key(text)
+        if label := _LABEL.fullmatch(text.strip()):
+            return cls._from_label(**label.groupdict())
         numbers, *flags = (part.strip() for part in text.lower().replace("×", "x").split(","))
         if not re.fullmatch(r"[0-9]{1,10}(x[0-9]{1,10}){5,6}", numbers):
             raise InvalidProblemError(
@@ -215,6 +217,13 @@ class AttentionProblem:
             batch_size=batch, num_q_heads=q_heads, num_kv_heads=kv_heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k
         )
         return cls(family=family, shape=shape)
+
+    @classmethod
+    def _from_label(cls, *, kernel_pass: str, dtype: str, dims: str, mask: str, access: str | None, shape: str) -> Self:
+        if kernel_pass not in set(Pass):
+            raise InvalidProblemError(f"pass={kernel_pass!r} is not one of: {', '.join(Pass)}")
+        found = cls.parse(f"{shape}x{dims.replace('/', 'x')},{dtype},{mask},{access or Access.TMA}")
+        return replace(found, family=replace(found.family, kernel_pass=Pass(kernel_pass)))
 
     @property
     def label(self) -> str:
@@ -262,6 +271,10 @@ def canonical_json(values: Mapping[str, Any]) -> str:
 _SHAPE_KEYS = ("batch_size", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_k")
 _FAMILY_KEYS = {"pass", "dtype", "head_dim", "head_dim_v", "bounded_right", "access"}
 _SHORT_DTYPES = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32"}
+_LABEL = re.compile(
+    r"(?P<kernel_pass>[a-z_]+) (?P<dtype>[a-z0-9]+) d(?P<dims>[0-9]{1,4}(?:/[0-9]{1,4})?) (?P<mask>causal|full)"
+    r"(?: (?P<access>tma|aligned|any))? (?P<shape>[0-9x×]+)"
+)
 _DTYPES_BY_WORD = {**{short: dtype for dtype, short in _SHORT_DTYPES.items()}, **{d.value: d for d in DType}}
 
 

@@ -12,7 +12,7 @@ from tuning_samples import H200, OTHER_PROBLEM, PROBLEM, begin, failed_record, f
 
 from fa_autotune.cli import main
 from fa_autotune.database import Miss, TuningDatabase
-from fa_autotune.device import KNOWN_DEVICES
+from fa_autotune.device import INTERPRETER, KNOWN_DEVICES
 from fa_autotune.records import TrialStatus
 
 SHORT = "4x32x8x4096x4096x128,causal"
@@ -61,6 +61,29 @@ def test_winners_show_config_time_and_speed(path: Path) -> None:
     text = printed("winners", "--db", path)
     for words in ("64x64 w4 s2", "0.9000", f"{PROBLEM.flops / 0.9 * 1e-9:.1f}", "168", "98304"):
         assert words in text
+
+
+def test_winners_of_several_devices_are_several_tables(path: Path) -> None:
+    with TuningDatabase(path) as database:
+        fill(database, device=KNOWN_DEVICES["a100"])
+    heads = [line for line in printed("winners", "--db", path).splitlines() if line.startswith("device ")]
+    assert [KNOWN_DEVICES["a100"].name in heads[0], H200.name in heads[1]] == [True, True]
+
+
+def test_no_speed_is_claimed_for_the_interpreter(tmp_path: Path) -> None:
+    with TuningDatabase(tmp_path / "tuning.db") as database:
+        fill(database, device=INTERPRETER)
+    for words in (["winners"], ["top", "--problem", SHORT]):
+        assert f"{PROBLEM.flops / 0.9 * 1e-9:.1f}" not in printed(*words, "--db", tmp_path / "tuning.db")
+
+
+def test_without_a_database_of_ones_own_the_shipped_winners_are_mentioned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_pack(tmp_path, "nvidia_h200.db")
+    monkeypatch.setattr("fa_autotune.paths.packs_dir", lambda: tmp_path)
+    monkeypatch.setattr("fa_autotune.cli.db.database_path", lambda: tmp_path / "none.db")
+    assert "see the shipped winners with --packs" in run("winners").output
 
 
 def test_winners_as_json_hold_problem_and_config(path: Path) -> None:

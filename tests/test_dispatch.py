@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+import shlex
 import sqlite3
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fa_autotune.cli import main
 from fa_autotune.cli.explain import explain_command
 from fa_autotune.config import KernelConfig, PortableFwdConfig, TmaFwdConfig
 from fa_autotune.device import INTERPRETER, KNOWN_DEVICES, DeviceSpec
@@ -26,6 +28,7 @@ from fa_autotune.errors import FaAutotuneError, NoKernelError, TemplateError, Un
 from fa_autotune.misses import MAX_PROBLEMS, MissLog
 from fa_autotune.problem import Access, AttentionProblem
 from fa_autotune.records import Candidate, Regime, Variant
+from fa_autotune.render import render
 from fa_autotune.snapshot import Snapshot, Source, WinnerRow
 from fa_autotune.variants import MIN_TRITON, forward_smem_bytes, rejection, supported_variants, variant_spec
 from tests.strategies import candidates, devices, problems
@@ -602,6 +605,21 @@ def test_decision_as_json_is_plain_values() -> None:
 @pytest.mark.usefixtures("no_packs")
 def test_explain_prints_a_decision_for_a_named_gpu() -> None:
     assert "origin  default, untuned" in explain("--problem", "1x8x8x512x512x64", "--device", "h200").output
+
+
+@pytest.mark.usefixtures("no_packs")
+@pytest.mark.parametrize("device", ["h200", "a100"])
+def test_explain_prints_the_call_that_shows_the_kernel(device: str) -> None:
+    problem = "1x8x8x512x512x64"
+    (call,) = [
+        line.split(maxsplit=1)[1]
+        for line in explain("--problem", problem, "--device", device).output.splitlines()
+        if line.startswith("  source  ")
+    ]
+    command, *words = shlex.split(call)
+    rendered = CliRunner().invoke(main, words)
+    decision = choose(problem, device=KNOWN_DEVICES[device])
+    assert (command, rendered.output) == ("fa-autotune", render(decision.candidate).text)
 
 
 @pytest.mark.usefixtures("no_packs")

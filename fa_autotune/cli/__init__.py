@@ -5,7 +5,7 @@ import io
 import sys
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import IO, Any
 
 import click
 
@@ -38,6 +38,12 @@ class _OurError(click.ClickException):
     """An error as click shows it: `Error: …` on stderr, exit code 2."""
 
     exit_code = 2
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print it, on a terminal without breaking words."""
+        from fa_autotune.cli.terminal import say
+
+        say(f"Error: {self.format_message()}", err=True)
 
 
 class LazyGroup(click.Group):

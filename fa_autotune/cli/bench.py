@@ -13,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 from fa_autotune.cli.problem_options import named_problems, problem_options
+from fa_autotune.cli.terminal import print_table, say
 from fa_autotune.errors import FaAutotuneError
 from fa_autotune.models import default_problems
 from fa_autotune.problem import AttentionProblem
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from fa_autotune.bench import BenchReport, BenchRow
 
 DEFAULT_PEERS = "sdpa-cudnn,sdpa-flash,flex"
-_PIPED_WIDTH = 240  # columns of a table that no terminal shows
 _ONLY_HERE = ("output", "as_json")  # say where the figures go, not what they are
 
 
@@ -192,21 +192,10 @@ class _Progress:
 
 
 def _print_table(report: "BenchReport") -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     from fa_autotune.bench import table_rows
 
-    console = Console(markup=False, highlight=False)
-    if not console.is_terminal:
-        console = Console(width=_PIPED_WIDTH, markup=False, highlight=False)
-    head, *rows, means = table_rows(report)
-    table = Table(*head, box=box.SIMPLE_HEAD)
-    for row in rows:
-        table.add_row(*row)
-    table.add_section()
-    table.add_row(*means)
-    console.print(table)
+    head, *rows = table_rows(report)
+    speeds = [name for name in head if name.endswith(" TFLOP/s") and not name.startswith("ours ")]
+    print_table(head, rows, optional=[*speeds, "ms", "kernel"], last_apart=True)
     for note in _notes(report):
-        click.echo(note)
+        say(note)
