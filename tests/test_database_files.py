@@ -194,6 +194,13 @@ class TestFile:
         with pytest.raises(DatabaseError, match="damaged or something else"):
             TuningDatabase(path, read_only=read_only)
 
+    @pytest.mark.parametrize("read_only", [True, False])
+    def test_a_schema_that_is_no_text_is_refused(self, pack: Path, read_only: bool) -> None:
+        """SQLite quotes the broken bytes in its message, which Python then can't decode."""
+        pack.write_bytes(pack.read_bytes().replace(b"CREATE TABLE", b"CREATE \xa2\xa2\xa2\xa2\xa2"))
+        with pytest.raises(DatabaseError, match="damaged"):
+            TuningDatabase(pack, read_only=read_only)
+
     def test_a_file_cut_short_is_refused(self, pack: Path) -> None:
         pack.write_bytes(pack.read_bytes()[: pack.stat().st_size // 2])
         with pytest.raises(DatabaseError, match="damaged"), TuningDatabase(":memory:") as database:

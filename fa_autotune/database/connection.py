@@ -25,7 +25,7 @@ def translated(where: str) -> Iterator[None]:
     """Turn errors of SQLite and of the file system into DatabaseError."""
     try:
         yield
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter where SQLite's own message quotes broken text
         raise DatabaseError(f"{where}: {error}; {_next_step(str(error))}") from error
     except OSError as error:
         raise DatabaseError(
