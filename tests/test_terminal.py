@@ -41,6 +41,11 @@ def test_optional_columns_are_left_out_from_the_last() -> None:
     ]
 
 
+def test_a_heading_breaks_before_a_column_is_left_out() -> None:
+    table = {"problem": [PROBLEM], "ours / sdpa-flash": ["1.50"], "sdpa-flash TFLOP/s": ["283"]}
+    assert fit(table, 50, optional=list(table)).left_out == ()
+
+
 def test_what_is_not_optional_is_never_left_out() -> None:
     assert fit(WINNERS, 10).left_out == ()
 

@@ -12,7 +12,7 @@ import click
 PIPED_WIDTH = 240  # columns of a table that no terminal shows
 _GAP = 2  # columns between two cells
 _LONGEST_WORD = 28  # a longer one may be broken
-_COMFORT = 24  # rather leave out a column than break another's text into shorter lines
+_COMFORT = 24  # rather leave out a column than break another's cells into shorter lines
 _LABEL = re.compile(r"\s*\S+(?: \S+)*?:?\s{2,}(?=\S)|\s*")
 
 
@@ -80,7 +80,7 @@ def fit(table: dict[str, list[str]], width: int, optional: Sequence[str] = ()) -
     """The columns that fit and their widths; as the last resort no narrower than their words, whatever the width."""
     widths = {name: max(map(len, [name, *cells])) for name, cells in table.items()}
     words = {name: _longest_word([name, *cells]) for name, cells in table.items()}
-    lines = {name: max(words[name], min(widths[name], _COMFORT)) for name in table}
+    lines = {name: max(words[name], min(max(map(len, cells)), _COMFORT)) for name, cells in table.items()}
     droppable = [name for name in optional if name in table]
     while droppable and _total(lines[name] for name in widths) > width:
         del widths[droppable.pop()]
