@@ -29,6 +29,7 @@ MAX_ERROR_CHARACTERS = 1000  # compilers print pages of intermediate code
 Answer = TypeVar("Answer")
 
 _interpreter_lock = threading.Lock()
+_thread = threading.local()
 
 
 def live_device(index: int = 0) -> DeviceSpec:
@@ -111,12 +112,23 @@ class LoadedKernel:
         grid = self.module.grid(q.shape[0], q.shape[1], q.shape[2])
         if grid[0] > MAX_GRID:
             raise LaunchError(f"{grid[0]} programs, a launch takes at most {MAX_GRID}: split the batch")
+        if q.is_cuda:
+            bind_thread(q.device)
         arguments = self.module.arguments(q, k, v, out, lse, softmax_scale, diagonal)
         if q.is_cuda and q.device.index != torch.cuda.current_device():
             with torch.cuda.device(q.device):
                 self._run(grid, arguments)
         else:
             self._run(grid, arguments)
+
+
+def bind_thread(device: torch.device) -> None:
+    """Make the GPU's context current in this thread, once: a thread that has not used CUDA yet has none, and Triton
+    encodes tensor descriptors through the driver, which needs it."""
+    if not getattr(_thread, "bound", False):
+        if not torch.cuda.is_current_stream_capturing():  # a thread that captures has a context
+            torch.cuda.mem_get_info(device)
+        _thread.bound = True
 
 
 def load_kernel(candidate: Candidate, arch: str, device_index: int | None = None) -> LoadedKernel:

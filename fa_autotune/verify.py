@@ -224,7 +224,9 @@ def _compare(expected: _Expected, first: _Output, second: _Output, worst: _Worst
     error, pt_error = (out - ref).abs(), (expected.pt.to(ref.dtype) - ref).abs()
     roundings = _roundings(ref, first.out.dtype)
     allowed = MAX_ERROR_FACTOR * (pt_error.max().item() + roundings.max().item())
-    mean_allowed = MEAN_ERROR_FACTOR * pt_error.mean().item() + roundings.mean().item()
+    # GPUs' exp2 is good to two units in the last place: in fp32 that shows, in 16 bits it does not.
+    units = 2 if first.out.dtype is torch.float32 else 1
+    mean_allowed = MEAN_ERROR_FACTOR * pt_error.mean().item() + units * roundings.mean().item()
     max_error, mean_error = error.max().item(), error.mean().item()
     lse_error = _lse_error(first.lse, expected.lse)
     worst.add(
