@@ -38,6 +38,8 @@ def attend(
     device_type = "cuda" if q.is_cuda else "cpu"
     if torch.is_autocast_enabled(device_type):
         q, k, v = (_cast(tensor, torch.get_autocast_dtype(device_type)) for tensor in (q, k, v))
+    if q.is_neg() or k.is_neg() or v.is_neg():  # views such as z.conj().imag, whose memory holds the opposite sign
+        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     if not is_plain or _is_seen_by_others():
         op: Any = attention_op if _is_compiling() or not _is_transforming() else TransformableAttention.apply
         results = op(q, k, v, softmax_scale, mask, layout, generated)
