@@ -142,7 +142,12 @@ def wgmma_serialized(request: CompileRequest, text: CompiledText, resources: Res
 
 
 def score_layout(request: CompileRequest, text: CompiledText, resources: ResourceReport) -> str | None:
-    """Warps split the query rows: nothing that is reduced along a row crosses warps, so the softmax needs no merge."""
+    """Warps split the query rows: nothing that is reduced along a row crosses warps, so the softmax needs no merge.
+
+    A kernel without matrix products (delta) has no softmax.
+    """
+    if not _PRODUCT.search(text.ttgir):
+        return None
     layouts = {match[1]: match[2] for match in _LAYOUT.finditer(text.ttgir)}
     for match in _REDUCTION.finditer(text.ttgir):
         axis, layout = int(match[1]), layouts.get(match[2], "")
@@ -174,6 +179,7 @@ GATES: tuple[tuple[str, Gate], ...] = (
     ("vector_access", vector_access),
 )
 
+_PRODUCT = re.compile(r"\b(?:tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma)")
 _REDUCTION = re.compile(r'"tt\.reduce"\(.*?axis = (\d+).*?\}\) : \(tensor<[\dx]+\w+, #(\w+)', re.DOTALL)
 _TILE_LOAD = re.compile(r"(?:tt\.load|ttg\.async_copy_global_to_local) .*: tensor<(\d+(?:x\d+)+)x!tt\.ptr<(\w+)>")
 _ROW_LOAD = re.compile(r"(?:tt\.load|ttg\.async_copy_global_to_local) .*: tensor<(\d+)x!tt\.ptr<f32>")

@@ -13,6 +13,7 @@ from fa_autotune.device import INTERPRETER_ARCH, DeviceSpec
 from fa_autotune.problem import AttentionFamily, AttentionShape, DType, Pass
 
 MAX_REGISTERS_PER_THREAD = 255
+MIN_SCORES_PER_WARP = 64  # half of a matrix instruction's smallest tile: wide head dims have other work for a warp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,11 +267,10 @@ def tile_per_warp(
     family: AttentionFamily, shape: AttentionShape | None, config: BackwardConfig, device: DeviceSpec
 ) -> str | None:
     """Every warp has a part of the scores; nothing is reduced along them, so warps may split rows or columns."""
-    per_warp = 64 if multiplies_by_fma(family, device.arch) else 128  # a matrix instruction's smallest tile is 16×8
-    need, has = per_warp * config.num_warps, config.BLOCK_M * config.BLOCK_N
-    return (
-        None if need <= has else f"{has} scores in a tile give a warp under {per_warp}; {config.num_warps} need {need}"
-    )
+    need, has = MIN_SCORES_PER_WARP * config.num_warps, config.BLOCK_M * config.BLOCK_N
+    if need <= has:
+        return None
+    return f"{has} scores in a tile give a warp under {MIN_SCORES_PER_WARP}; {config.num_warps} warps need {need}"
 
 
 def registers_of_gradients(

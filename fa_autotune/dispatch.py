@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 from fa_autotune.config import BwdDeltaConfig, KernelConfig, config_label
+from fa_autotune.constraints import MIN_SCORES_PER_WARP
 from fa_autotune.device import INTERPRETER_ARCH, DeviceSpec
 from fa_autotune.errors import FaAutotuneError, NoKernelError, UnsupportedError
 from fa_autotune.misses import MissLog, Store
@@ -370,7 +371,7 @@ def _defaults(spec: VariantSpec, problem: AttentionProblem, arch: str) -> Iterat
             yield replace(base, BLOCK_M=block_m)
             continue
         for block_n in _halvings(base.BLOCK_N):
-            most_warps = block_m // 16 if spec.kernel_pass is Pass.FWD else block_m * block_n // 128
+            most_warps = block_m // 16 if spec.kernel_pass is Pass.FWD else block_m * block_n // MIN_SCORES_PER_WARP
             warps = min(base.num_warps, most_warps)
             for stages in range(base.num_stages, 0, -1):
                 yield replace(base, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages)

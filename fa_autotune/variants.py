@@ -28,6 +28,7 @@ from fa_autotune.constraints import (
     canonical_piece,
     multiplies_by_fma,
     multiplies_by_warp,
+    multiplies_in_tensor_memory,
     padded_head_dim,
     whole_smem_bytes,
 )
@@ -140,29 +141,20 @@ def rejection(candidate: Candidate, shape: AttentionShape | None, device: Device
 
 
 def default_config(spec: VariantSpec, family: AttentionFamily, arch: str) -> KernelConfig:
-    """An untuned config that fits 64 KB of shared memory."""
+    """An untuned config that fits 64 KB of shared memory, or what all GPUs with descriptors have for a backward's."""
     if spec.kernel_pass is Pass.BWD_DELTA:
         return spec.config(BLOCK_M=32, num_warps=4)
+    columns = padded_head_dim(family.head_dim) + padded_head_dim(family.head_dim_v)
     if multiplies_by_fma(family, arch):
-        return _tiled(spec, family, (32, 16, 4, 1), 32)
-    if spec.kernel_pass is Pass.FWD:
-        piece, tiles = (
-            64 if multiplies_by_warp(arch) else 256,
-            [(64, streamed, 4, stages) for stages, streamed in product((2, 1), (64, 32, 16))],
-        )
-    else:
-        piece, tiles = (
-            256,
-            [
-                (owned, streamed, 4, stages)
-                for owned in (64, 32, 16)
-                for stages, streamed in ((2, 64), (2, 32), (1, 64), (1, 32), (2, 16), (1, 16))
-            ],
-        )
+        owned = 16 if spec.kernel_pass is not Pass.FWD and columns > 256 else 32
+        return _tiled(spec, family, (owned, 16, 4, 1), 32)
+    if spec.kernel_pass is not Pass.FWD:
+        return _tiled(spec, family, _backward_default(spec, family, arch, columns), 256)
     widest = 32 if family.access is Access.ANY else 64  # a pointer for each element leaves fewer registers
-    for tile in tiles:
-        config = _tiled(spec, family, tile, piece)
-        if tile[1] <= widest and whole_smem_bytes(family, config) <= _DEFAULT_SMEM_BYTES:
+    piece = 64 if multiplies_by_warp(arch) else 256
+    for num_stages, block_n in product((2, 1), (64, 32, 16)):
+        config = _tiled(spec, family, (64, block_n, 4, num_stages), piece)
+        if block_n <= widest and whole_smem_bytes(family, config) <= _DEFAULT_SMEM_BYTES:
             return config
     raise AssertionError(f"no default tile fits {family}")  # 64×16 in one stage fits head dim 256
 
@@ -178,7 +170,8 @@ def seed_configs(spec: VariantSpec, family: AttentionFamily, arch: str) -> list[
         piece = 32
         tiles = [(32, 32, 8, 1), (32, 16, 8, 1), (64, 32, 8, 1), (16, 16, 4, 1)]
     elif spec.kernel_pass is not Pass.FWD:
-        tiles = _backward_tiles(spec.kernel_pass, wide)
+        seeds = _SEEDS_BY_WARP if multiplies_by_warp(arch) else _SEEDS
+        tiles = seeds[spec.kernel_pass][0 if wide <= 128 else 1 if wide <= 256 else 2]
     elif multiplies_by_warp(arch):
         piece = 64
         tiles = [(64, 64, 4, 2), (64, 32, 4, 2), (128, 64, 8, 2), (128, 32, 4, 2), (64, 32, 4, 3)]
@@ -193,20 +186,51 @@ def seed_configs(spec: VariantSpec, family: AttentionFamily, arch: str) -> list[
 
 _Tile = tuple[int, int, int, int]  # rows that a program owns, rows that its loop brings in, num_warps, num_stages
 
+# Backward tiles for head dims up to 64, up to 128, and wider; dk and dv together hold twice dq's accumulators.
+_SEEDS: dict[Pass, list[list[_Tile]]] = {
+    Pass.BWD_DKDV: [
+        [(64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 3), (64, 32, 4, 2), (64, 64, 8, 2), (128, 128, 8, 2)],
+        [(64, 32, 4, 2), (64, 64, 8, 2), (128, 32, 8, 2), (64, 64, 4, 1), (64, 32, 8, 2), (64, 64, 4, 2)],
+        [(64, 32, 8, 2), (64, 16, 8, 2), (64, 32, 8, 1), (32, 32, 8, 2)],
+    ],
+    Pass.BWD_DQ: [
+        [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 128, 4, 2), (128, 128, 8, 2), (128, 64, 4, 2)],
+        [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (64, 32, 4, 3), (64, 64, 4, 1)],
+        [(64, 32, 8, 2), (64, 32, 4, 2), (128, 32, 8, 1), (64, 64, 8, 1)],
+    ],
+}
+# The same where a matrix instruction belongs to one warp and every operand passes through its registers.
+_SEEDS_BY_WARP: dict[Pass, list[list[_Tile]]] = {
+    Pass.BWD_DKDV: [
+        [(64, 32, 4, 2), (64, 32, 8, 2), (32, 64, 4, 2), (64, 64, 8, 1), (32, 64, 8, 2)],
+        [(64, 32, 8, 1), (64, 16, 8, 2), (32, 32, 4, 2), (32, 64, 8, 1)],
+        [(32, 32, 8, 2), (16, 64, 8, 1), (16, 32, 4, 1)],
+    ],
+    Pass.BWD_DQ: [
+        [(64, 64, 4, 2), (64, 32, 4, 2), (64, 64, 8, 2), (64, 32, 4, 3)],
+        [(64, 32, 4, 1), (64, 32, 8, 2), (64, 64, 8, 1), (64, 16, 4, 2)],
+        [(32, 32, 8, 2), (64, 16, 8, 2), (16, 32, 4, 1)],
+    ],
+}
 
-def _backward_tiles(kernel_pass: Pass, wide: int) -> list[_Tile]:
-    """dk and dv together hold twice dq's accumulators, so their tiles narrow earlier."""
-    if wide <= 128:
-        if kernel_pass is Pass.BWD_DKDV:
-            return [(128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 128, 4, 2), (128, 64, 4, 2)]
-        return [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 128, 4, 2), (128, 128, 8, 2), (128, 64, 4, 2)]
-    if wide <= 256:
-        if kernel_pass is Pass.BWD_DKDV:
-            return [(64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 2), (128, 64, 8, 2), (64, 64, 8, 2), (128, 32, 8, 2)]
-        return [(64, 64, 4, 2), (64, 64, 4, 1), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (64, 32, 4, 3)]
-    if kernel_pass is Pass.BWD_DKDV:
-        return [(64, 32, 8, 1), (64, 32, 8, 2), (64, 16, 8, 2), (64, 64, 8, 1), (32, 32, 4, 1)]
-    return [(64, 32, 4, 1), (64, 32, 4, 2), (64, 64, 8, 1), (128, 32, 8, 1), (64, 32, 8, 2)]
+
+def _backward_default(spec: VariantSpec, family: AttentionFamily, arch: str, columns: int) -> _Tile:
+    """A large tile among those that hardly spill on their archs, for head dims of so many columns together."""
+    is_dkdv = spec.kernel_pass is Pass.BWD_DKDV
+    stages = 1 if multiplies_in_tensor_memory(arch) and is_dkdv else 2
+    if spec.variant is Variant.TMA:
+        if columns <= 128 or (columns <= 256 and not is_dkdv):
+            return (64, 64, 4, stages)
+        return (64, 32, 4 if columns <= 256 else 8, stages)
+    if not arch.startswith("sm_"):
+        return (64, 16, 4, 1)
+    if family.access is Access.ANY:  # a pointer for each element leaves fewer registers
+        return (32, 32, 8, 1) if columns <= 128 else (16, 32, 8, 1) if columns <= 256 else (16, 16, 4, 1)
+    if columns <= 128:
+        return (64, 32, 4, 2)
+    if columns <= 256:
+        return (64, 16, 8, stages)
+    return (32, 32, 8, 2) if columns <= 320 else (16, 32, 4, 1)
 
 
 def _tiled(spec: VariantSpec, family: AttentionFamily, tile: _Tile, widest: int) -> KernelConfig:
@@ -250,6 +274,12 @@ def _tma_supports(family: AttentionFamily, arch: str, triton_version: tuple[int,
     return _portable_supports(family, arch, triton_version)
 
 
+def _tma_backward_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
+    if multiplies_by_warp(arch):
+        return f"on {arch} a backward keeps the tiles of descriptors in registers, and spills; the portable one serves"
+    return _tma_supports(family, arch, triton_version)
+
+
 _FORWARD_KNOBS = (
     Knob(name="BLOCK_M", values=(16, 32, 64, 128, 256), ordinal=True),
     Knob(name="BLOCK_N", values=(16, 32, 64, 128, 256), ordinal=True),
@@ -273,7 +303,7 @@ def _backward(kernel_pass: Pass, variant: Variant, config_type: type[KernelConfi
         config_type=config_type,
         knobs=_BACKWARD_KNOBS,
         constraints=BACKWARD_CONSTRAINTS,
-        supports=_tma_supports if variant is Variant.TMA else _portable_supports,
+        supports=_tma_backward_supports if variant is Variant.TMA else _portable_supports,
     )
 
 

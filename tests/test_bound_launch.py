@@ -1,0 +1,207 @@
+"""Bound launches: only addresses change between them, and Triton's launcher is used where it is known."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fa_autotune import bound_launch
+from fa_autotune.bound_launch import bind
+from fa_autotune.device import INTERPRETER
+from fa_autotune.errors import LaunchError
+from fa_autotune.launch import load_kernel
+from fa_autotune.paths import interpreting
+from fa_autotune.problem import AttentionFamily, AttentionShape, DType
+from fa_autotune.records import Candidate, Variant
+from fa_autotune.reference import seeded_inputs
+from fa_autotune.variants import default_config, variant_spec
+
+INDEX, STREAM = 3, 77
+
+
+# --- in the interpreter -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.kernel
+@pytest.mark.skipif(not interpreting(), reason="needs TRITON_INTERPRET=1: on a GPU, test_gpu_backward.py runs launches")
+@pytest.mark.parametrize("variant", Variant)
+def test_a_bound_launch_runs_on_other_tensors_than_it_was_bound_with(variant: Variant) -> None:
+    family = AttentionFamily(dtype=DType.BFLOAT16, head_dim=32, head_dim_v=32, bounded_right=True)
+    shape = AttentionShape(batch_size=1, num_q_heads=2, num_kv_heads=1, seqlen_q=20, seqlen_k=30)
+    config = default_config(variant_spec(family.kernel_pass, variant), family, "sm_90")
+    kernel = load_kernel(Candidate(family=family, variant=variant, config=config), INTERPRETER.arch)
+    sample, inputs = (seeded_inputs(family, shape, device=torch.device("cpu"), seed=seed) for seed in (0, 1))
+    meta = torch.empty_like(sample[0], device="meta"), torch.empty(1, 2, 20, device="meta")
+    launch = bind(kernel, (*sample, *meta), 0.2, 10)
+    found, expected = ((torch.empty_like(inputs[0]), torch.empty(1, 2, 20)) for _ in range(2))
+    launch(*inputs, *found)
+    kernel(*inputs, *expected, 0.2, 10)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.kernel
+@pytest.mark.skipif(not interpreting(), reason="needs TRITON_INTERPRET=1")
+def test_a_grid_that_no_launch_takes_is_refused_when_it_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = AttentionFamily(dtype=DType.BFLOAT16, head_dim=32, head_dim_v=32, bounded_right=False)
+    config = default_config(variant_spec(family.kernel_pass, Variant.PORTABLE), family, "sm_90")
+    kernel = load_kernel(Candidate(family=family, variant=Variant.PORTABLE, config=config), INTERPRETER.arch)
+    monkeypatch.setattr("fa_autotune.launch.MAX_GRID", 1)
+    tensor, lse = torch.empty(2, 2, 20, 32, dtype=torch.bfloat16), torch.empty(2, 2, 20)
+    with pytest.raises(LaunchError, match="programs, a launch takes at most 1: split the batch"):
+        bind(kernel, (tensor, tensor.clone(), tensor.clone(), tensor.clone(), lse), 0.2, None)
+
+
+# --- on a pretended GPU -----------------------------------------------------------------------------------------------
+
+
+class Descriptor:
+    """What a module's arguments() makes for a kernel that reads through descriptors."""
+
+    def __init__(self, base: Tensor) -> None:
+        self.base = base
+        self.shape, self.strides, self.block_shape = list(base.shape), list(base.stride()), [16, 16]
+
+
+class Launcher:
+    """Triton's launcher: hands its arguments to `launch`, as the real one does."""
+
+    def __init__(self, launch: Callable[..., None]) -> None:
+        self.launch = launch
+
+    def __call__(self, *arguments: Any) -> None:
+        self.launch(*arguments)
+
+
+def make_tensordesc_arg(descriptor: Any, layout: Any) -> list[Any]:
+    encoded.append(descriptor.base.data_ptr())
+    return [("map", descriptor.base.data_ptr(), layout), *descriptor.shape, *descriptor.strides]
+
+
+encoded: list[int] = []
+
+
+def wrapped(launcher: Callable[..., None], tensordesc_meta: list[Any], fixed: int = 9) -> Callable[..., None]:
+    """As Triton wraps the launcher of a kernel with descriptors."""
+
+    def inner(*arguments: Any) -> None:
+        final: list[Any] = []
+        layouts = iter(tensordesc_meta)
+        for argument in arguments[fixed:]:
+            final += make_tensordesc_arg(argument, next(layouts)) if hasattr(argument, "base") else [argument]
+        launcher(*arguments[:fixed], *final)
+
+    return inner
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A pretended GPU, which is current, and what is launched on it."""
+    found = SimpleNamespace(current=INDEX, launched=[], public=[], switched=[])
+
+    def switch(index: int) -> Any:
+        found.switched.append(index)
+        found.current = index
+        return nullcontext()
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: found.current, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM + index, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", switch)
+    encoded.clear()
+    return found
+
+
+def on_gpu(gpu: SimpleNamespace, run: Any, *arguments: Any, tensors: tuple[Tensor, ...]) -> Callable[..., None]:
+    compiled = SimpleNamespace(run=run, function="function", packed_metadata="metadata")
+    sample = SimpleNamespace(device=torch.device("cuda", INDEX), data_ptr=lambda: 4096)
+    launch = bound_launch._on_gpu(
+        compiled, bound_launch._Arguments(arguments, tensors), (5, 1, 1), sample, lambda *x: gpu.public.append(x)
+    )
+    gpu.switched.clear()
+    return launch
+
+
+FIXED = (5, 1, 1, STREAM + INDEX, "function", "metadata", None, None, None)
+
+
+def test_a_launch_hands_over_addresses_and_the_bound_numbers(gpu: SimpleNamespace) -> None:
+    q, out = torch.ones(2, 3), torch.ones(2, 3)
+    run = Launcher(lambda *arguments: gpu.launched.append(arguments))
+    launch = on_gpu(gpu, run, q, 0.5, out, 7, tensors=(q, out))
+    other, result = torch.ones(2, 3), torch.ones(2, 3)
+    launch(other, result)
+    assert gpu.launched == [(*FIXED, other.data_ptr(), 0.5, result.data_ptr(), 7)]
+    assert gpu.switched == gpu.public == []
+
+
+def test_a_launch_switches_to_the_kernels_gpu(gpu: SimpleNamespace) -> None:
+    q = torch.ones(2)
+    launch = on_gpu(gpu, Launcher(lambda *arguments: gpu.launched.append(arguments)), q, tensors=(q,))
+    gpu.current = 0
+    launch(q)
+    assert gpu.switched == [INDEX]
+    assert gpu.launched == [(*FIXED, q.data_ptr())]
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_profilers_hook_gets_launches_of_the_public_way(
+    hook: str, gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import triton
+
+    q = torch.ones(2)
+    launch = on_gpu(gpu, Launcher(lambda *arguments: gpu.launched.append(arguments)), q, tensors=(q,))
+    monkeypatch.setattr(triton.knobs.runtime, hook, lambda metadata: None)
+    launch(q)
+    assert (len(gpu.public), gpu.launched) == (1, [])
+
+
+def test_a_descriptor_is_encoded_once_for_each_address(gpu: SimpleNamespace) -> None:
+    q, k, out = torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 3)
+    run = Launcher(wrapped(lambda *arguments: gpu.launched.append(arguments), ["layout 0", "layout 1"]))
+    arguments = (Descriptor(q), 0.5, Descriptor(k), out)
+    launch = on_gpu(gpu, run, *arguments, tensors=(q, k, out))
+    encoded.clear()
+    for _ in range(3):
+        launch(q, k, out)
+    run(*FIXED, *arguments[:3], out.data_ptr())  # what Triton's own way hands over
+    assert gpu.launched == [gpu.launched[-1]] * 4
+    assert encoded == [q.data_ptr(), k.data_ptr()] * 2
+    launch(out, k, q)
+    assert encoded[4:] == [out.data_ptr()]
+
+
+def test_a_stream_of_addresses_does_not_fill_memory(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bound_launch, "MAX_REMEMBERED_ADDRESSES", 2)
+    tensors = [torch.ones(2) for _ in range(5)]
+    run = Launcher(wrapped(lambda *arguments: gpu.launched.append(arguments), ["layout"]))
+    launch = on_gpu(gpu, run, Descriptor(tensors[0]), tensors=(tensors[0],))
+    for tensor in tensors:
+        launch(tensor)
+    assert [arguments[9][1] for arguments in gpu.launched] == [tensor.data_ptr() for tensor in tensors]
+
+
+@pytest.mark.parametrize("launch", [None, print, lambda *arguments: None], ids=["none", "builtin", "another wrapper"])
+def test_a_launcher_that_is_not_known_is_left_alone(launch: Any, gpu: SimpleNamespace) -> None:
+    q = torch.ones(2, 3)
+    bound = on_gpu(gpu, Launcher(launch), Descriptor(q), tensors=(q,))
+    bound(q)
+    assert (len(gpu.public), gpu.launched) == (1, [])
+
+
+def test_the_launcher_of_this_triton_is_known() -> None:
+    """A wrapper made by Triton itself, so that a new release that changes it is noticed."""
+    from triton.backends.nvidia import driver
+
+    def raw(*arguments: Any) -> None: ...
+
+    signature = {0: "tensordesc<bf16[1, 1, 64, 64]>", 1: "fp32"}
+    opened = bound_launch._opened(Launcher(driver.wrap_handle_tensordesc(raw, signature, ["layout"])))
+    assert opened is not None
+    launcher, encode, layouts = opened
+    assert launcher.launch is raw
+    assert encode is driver.make_tensordesc_arg
+    assert layouts == ["layout"]
