@@ -8,7 +8,7 @@ import datetime
 import math
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -24,13 +24,12 @@ from fa_autotune.errors import FaAutotuneError, UnsupportedError
 from fa_autotune.launch import live_device, live_toolchain, load_kernel
 from fa_autotune.measure import Launch, MeasurePolicy, confirm, make_timer, regime_for
 from fa_autotune.paths import interpreting
-from fa_autotune.problem import AttentionProblem, Pass
+from fa_autotune.problem import BACKWARD_PASSES, AttentionProblem, Pass
 from fa_autotune.records import Measurement
 from fa_autotune.reference import seeded_inputs
 
 OURS = "ours"
 
-BACKWARD_PASSES = (Pass.BWD_DELTA, Pass.BWD_DKDV, Pass.BWD_DQ)
 BACKWARD_FLOPS = 2.5  # of the forward's: the literature counts five matrix products, not the seven that we compute
 
 # (problem, q, k, v) → what computes attention and gives it, and a note; tensors are (batch, heads, seqlen, head_dim).
@@ -252,7 +251,7 @@ def _our_backward(
     launches: list[Launch] = []
     notes: list[str] = []
     for kernel_pass in BACKWARD_PASSES:
-        decision = dispatcher.decide(replace(problem, family=replace(problem.family, kernel_pass=kernel_pass)))
+        decision = dispatcher.decide(problem.for_pass(kernel_pass))
         kernel = load_kernel(decision.candidate, dispatcher.device.arch)
         launches.append(partial(kernel, *arguments[kernel_pass]))
         if kernel_pass is not Pass.BWD_DELTA:

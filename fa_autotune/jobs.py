@@ -16,7 +16,7 @@ from fa_autotune.device import INTERPRETER, INTERPRETER_ARCH, DeviceSpec, Toolch
 from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
 from fa_autotune.models import default_problems, problems_for_model, tiny_problems
 from fa_autotune.paths import database_path
-from fa_autotune.problem import AttentionProblem, DType
+from fa_autotune.problem import AttentionProblem, DType, Pass, parse_passes
 from fa_autotune.records import Evaluator, Variant
 from fa_autotune.tuner import TuneBudget, TuneEvent, TuneSummary
 from fa_autotune.tuner import tune as search
@@ -43,12 +43,14 @@ class TuneJob:
     """What is to be tuned, and where.
 
     `problems` empty: the device's default list, or with `missed` those that dispatch met without a winner of their own.
+    `passes`: the kernels to tune for each problem; a problem of a backward pass stays as it is, and so do missed ones.
     `database` None: the user's. `gpu_index` None: the first GPU, or the interpreter where there is none. `trials` per
     problem and `finalists` None: `TuneBudget`'s, fewer in the interpreter. `time_budget_s`: for all problems together.
     """
 
     problems: tuple[AttentionProblem, ...] = ()
     missed: bool = False
+    passes: tuple[Pass, ...] = (Pass.FWD,)
     database: Path | None = None
     gpu_index: int | None = None
     trials: int | None = None
@@ -126,6 +128,7 @@ def tune(
     problems: Sequence[AttentionProblem | str] = (),
     *,
     model: str | None = None,
+    passes: str = "fwd",
     trials: int | None = None,
     time_budget: str | None = None,
     gpu: int | None = None,
@@ -136,14 +139,16 @@ def tune(
 ) -> TuneSummary:
     """Tune problems (or a model's, or this GPU's default list) and store the winners; see `TuneJob`.
 
-    A problem may be its short text, such as `4x32x8x4096x4096x128,causal`; `time_budget` is such as `10m`. Attention
-    that this process has decided already keeps its kernels until it starts again.
+    A problem may be its short text, such as `4x32x8x4096x4096x128,causal`; `passes` is such as `fwd,bwd` and
+    `time_budget` such as `10m`. Attention that this process has decided already keeps its kernels until it starts
+    again.
     """
     named = [AttentionProblem.parse(problem) if isinstance(problem, str) else problem for problem in problems]
     if model is not None:
         named += problems_for_model(model)
     job = TuneJob(
         problems=tuple(named),
+        passes=parse_passes(passes),
         database=None if database is None else Path(database),
         gpu_index=gpu,
         trials=trials,
@@ -168,7 +173,7 @@ def parse_duration_s(text: str) -> float:
 
 
 def _problems(job: TuneJob, device: DeviceSpec, database: TuningDatabase) -> list[AttentionProblem]:
-    problems = list(job.problems)
+    problems = _of_passes(job.problems, job.passes)
     if job.missed:
         problems += [miss.problem for miss in database.misses(device=device)]
         if not problems:
@@ -178,7 +183,8 @@ def _problems(job: TuneJob, device: DeviceSpec, database: TuningDatabase) -> lis
             )
     if device.arch != INTERPRETER_ARCH:
         # Triton has no bfloat16 matrix products before sm_80.
-        return problems or default_problems(DType.FLOAT16 if device.arch == "sm_75" else DType.BFLOAT16)
+        dtype = DType.FLOAT16 if device.arch == "sm_75" else DType.BFLOAT16
+        return problems or _of_passes(default_problems(dtype), job.passes)
     for problem in problems:
         pairs = problem.visible_pairs * problem.shape.batch_size * problem.shape.num_q_heads
         if pairs > MAX_INTERPRETED_PAIRS:
@@ -187,4 +193,12 @@ def _problems(job: TuneJob, device: DeviceSpec, database: TuningDatabase) -> lis
                 f"interpreter would need hours (at most {MAX_INTERPRETED_PAIRS} here); `fa-autotune doctor` says what "
                 "is missing, and without problems a tiny list checks the pipeline"
             )
-    return problems or tiny_problems()
+    return problems or _of_passes(tiny_problems(), job.passes)
+
+
+def _of_passes(problems: Sequence[AttentionProblem], passes: Sequence[Pass]) -> list[AttentionProblem]:
+    """Each forward problem's problems of the passes, pass by pass; those of a backward pass stay."""
+    backward = [problem for problem in problems if problem.family.kernel_pass is not Pass.FWD]
+    calls = [problem for problem in problems if problem.family.kernel_pass is Pass.FWD]
+    asked = [problem.for_pass(kernel_pass) for kernel_pass in passes for problem in calls]
+    return list(dict.fromkeys([*asked, *backward]))

@@ -18,7 +18,7 @@ from fa_autotune.launch import gpu_state
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Measurement, Regime, Role
 
-Launch = Callable[[], None]
+Launch = Callable[[], object]  # what it gives is of no concern
 
 GRAPH_BELOW_US = 50.0  # a problem shorter than this at ROUGH_TFLOPS_PER_SM is timed under a graph
 ROUGH_TFLOPS_PER_SM = 3.0

@@ -146,8 +146,7 @@ def problems_for(
             head_dim_v=model.head_dim_v,
             causal=model.causal,
             dtype=dtype,
-            kernel_pass=kernel_pass,
-        )
+        ).for_pass(kernel_pass)
         for kernel_pass in passes
         for seqlen in seqlens
     ]
@@ -236,15 +235,11 @@ def _square(
         head_dim_v=head_dim,
         causal=causal,
         dtype=dtype,
-        kernel_pass=Pass.FWD,
     )
 
 
-def _problem(
-    *, head_dim: int, head_dim_v: int, causal: bool, dtype: DType, kernel_pass: Pass, **lengths: int
-) -> AttentionProblem:
+def _problem(*, head_dim: int, head_dim_v: int, causal: bool, dtype: DType, **lengths: int) -> AttentionProblem:
     family = AttentionFamily(
-        kernel_pass=kernel_pass,
         dtype=dtype,
         head_dim=head_dim,
         head_dim_v=head_dim_v,

@@ -34,6 +34,19 @@ class Pass(StrEnum):
 BACKWARD_PASSES = (Pass.BWD_DELTA, Pass.BWD_DKDV, Pass.BWD_DQ)
 
 
+def parse_passes(text: str) -> tuple[Pass, ...]:
+    """The passes of `fwd`, `bwd` (all of the backward) or their own names, separated by commas; each once."""
+    found: list[Pass] = []
+    for word in (part.strip().lower() for part in text.split(",")):
+        if word == "bwd":
+            found += BACKWARD_PASSES
+        elif word in set(Pass):
+            found.append(Pass(word))
+        else:
+            raise InvalidProblemError(f"{word!r} in {text!r} is not one of: fwd, bwd, {', '.join(BACKWARD_PASSES)}")
+    return tuple(dict.fromkeys(found))
+
+
 class DType(StrEnum):
     """Element type of q, k, v and out. Accumulators and statistics are always fp32."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import sha256
 
-from fa_autotune.config import config_key
+from fa_autotune.config import BwdDeltaConfig, config_key
 from fa_autotune.device import DeviceSpec
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, Measurement, Regime, Role, TrialRecord, TrialStatus, Variant
@@ -22,7 +22,7 @@ def candidate_digest(candidate: Candidate) -> str:
 
 
 def attention_landscape(device: DeviceSpec, *, failing_share: float = 0.04) -> Landscape:
-    """A smooth model of forward attention: waves × steps × tile time, spills, and a share of kernels that fail.
+    """A smooth model of attention: waves × steps × tile time, spills, and a share of kernels that fail.
 
     The same candidate always fails in the same way; big tiles with deep pipelines do not compile.
     """
@@ -33,6 +33,8 @@ def attention_landscape(device: DeviceSpec, *, failing_share: float = 0.04) -> L
         draw = random.Random(candidate_digest(candidate))
         if draw.random() < failing_share:
             return draw.choice(failures)
+        if isinstance(config, BwdDeltaConfig):
+            return 0.004 + 0.001 * (abs(math.log2(config.BLOCK_M / 32)) + abs(math.log2(config.num_warps / 4)))
         if config.BLOCK_M * config.BLOCK_N * config.num_stages > 2**17:
             return TrialStatus.COMPILE_FAILED
         threads = config.num_warps * device.warp_size
@@ -54,7 +56,9 @@ def attention_landscape(device: DeviceSpec, *, failing_share: float = 0.04) -> L
         loss = (1 + 40 / config.BLOCK_M) * (1 + 24 / config.BLOCK_N) * (1 + 0.8 / (config.num_stages * resident))
         loss *= 1 + 0.15 * abs(math.log2(config.num_warps * 16 / config.BLOCK_M))
         loss *= 1 + 0.02 * abs(math.log2(config.HEADS_PER_GROUP / 8)) + (0 if config.EXACT_LENGTHS else 0.02)
-        loss *= (1.03 if config.ROW_SUM_LANES == 1 else 1) * (1.06 if candidate.variant is Variant.PORTABLE else 1)
+        loss *= (1.03 if getattr(config, "ROW_SUM_LANES", 8) == 1 else 1) * (
+            1.06 if candidate.variant is Variant.PORTABLE else 1
+        )
         return 0.004 + waves * resident * (0.001 + steps * tile_ms * loss)
 
     return look_up

@@ -1,13 +1,23 @@
 """Configs: keys, domains and labels."""
 
 import json
-from dataclasses import asdict, fields, replace
+from dataclasses import MISSING, asdict, fields, replace
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from strategies import candidates, json_values
 
-from fa_autotune.config import KernelConfig, PortableFwdConfig, TmaFwdConfig, config_from_key, config_key, config_label
+from fa_autotune.config import (
+    BwdDeltaConfig,
+    KernelConfig,
+    PortableBwdDkDvConfig,
+    PortableBwdDqConfig,
+    PortableFwdConfig,
+    config_from_key,
+    config_key,
+    config_label,
+)
 from fa_autotune.errors import InvalidConfigError
 from fa_autotune.records import Candidate
 
@@ -79,15 +89,31 @@ def test_a_key_of_another_kind_or_schema_is_refused(change: dict[str, object]) -
 
 def test_a_label_names_what_is_away_from_its_default() -> None:
     assert config_label(PORTABLE) == "64x128 w4 s2"
+    assert config_label(BwdDeltaConfig(BLOCK_M=32, num_warps=4)) == "32 w4"
     assert config_label(replace(PORTABLE, maxnreg=128, EXACT_LENGTHS=True)) == (
         "64x128 w4 s2 maxnreg=128 exact_lengths=True"
     )
 
 
-@pytest.mark.parametrize("kind", [PortableFwdConfig, TmaFwdConfig])
+@pytest.mark.parametrize("kind", get_args(KernelConfig))
 def test_every_field_is_a_constant_or_a_launch_option(kind: type[KernelConfig]) -> None:
     names = {field.name for field in fields(kind)}
-    assert {name for name in names if not name.isupper()} == {"num_warps", "num_stages", "maxnreg"}
+    assert {name for name in names if not name.isupper()} <= {"num_warps", "num_stages", "maxnreg"}
+
+
+@pytest.mark.parametrize("kind", get_args(KernelConfig))
+@pytest.mark.parametrize("value", ["64", 63.5, -1, 0, 2**40])
+def test_every_field_of_every_config_has_a_rule(kind: type[KernelConfig], value: object) -> None:
+    right = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
+    required = {field.name: right[field.name] for field in fields(kind) if field.default is MISSING}
+    for field in fields(kind):
+        with pytest.raises(InvalidConfigError, match=f"{field.name}="):
+            kind(**{**required, field.name: value})
+
+
+def test_configs_of_two_kinds_are_never_equal() -> None:
+    values = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
+    assert PortableBwdDqConfig(**values) != PortableBwdDkDvConfig(**values)
 
 
 def test_a_config_holds_plain_json_values_only() -> None:

@@ -17,7 +17,7 @@ from fa_autotune.dispatch import rendered_digest
 from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
 from fa_autotune.jobs import TuneJob, find_device, parse_duration_s, tune_job
 from fa_autotune.models import default_problems, tiny_problems
-from fa_autotune.problem import AttentionProblem, DType
+from fa_autotune.problem import BACKWARD_PASSES, AttentionProblem, DType, Pass
 from fa_autotune.records import Candidate, TrialStatus, Variant
 from fa_autotune.tuner import JobStarted, ProblemStarted, TrialEnded, TuneBudget
 from fa_autotune.variants import default_config, variant_spec
@@ -86,6 +86,37 @@ def test_a_gpu_gets_96_trials_and_8_finalists():
 def test_without_a_gpu_a_large_problem_is_refused(path):
     with pytest.raises(UnsupportedError, match="no GPU that torch can use"):
         tuned(TuneJob(database=path, problems=(PREFILL,)), device=INTERPRETER, index=None)
+
+
+def test_every_problem_is_tuned_for_every_pass(path):
+    summary, _ = tuned(TuneJob(database=path, problems=(PREFILL,), passes=(Pass.FWD, *BACKWARD_PASSES), trials=2))
+    assert [result.problem for result in summary.results] == [PREFILL, *map(PREFILL.for_pass, BACKWARD_PASSES)]
+    assert all(result.winners for result in summary.results)
+
+
+def test_the_default_list_is_tuned_for_the_passes_asked_for(path):
+    summary, _ = tuned(TuneJob(database=path, passes=(Pass.BWD_DQ,), trials=1, finalists=1))
+    assert [result.problem for result in summary.results] == [p.for_pass(Pass.BWD_DQ) for p in default_problems()]
+
+
+def test_calls_that_differ_in_what_delta_does_not_know_share_its_problem(path):
+    calls = tuple(map(AttentionProblem.parse, ("4x32x8x512x512x64,causal", "4x32x32x512x1024x64")))
+    summary, _ = tuned(TuneJob(database=path, problems=calls, passes=(Pass.BWD_DELTA,), trials=2))
+    assert len(summary.results) == 1
+
+
+def test_a_problem_that_names_its_pass_keeps_it(path):
+    problem = PREFILL.for_pass(Pass.BWD_DKDV)
+    summary, _ = tuned(TuneJob(database=path, problems=(problem,), trials=2))
+    assert [result.problem for result in summary.results] == [problem]
+
+
+def test_a_missed_backward_is_tuned_as_it_was_missed(path):
+    problem = PREFILL.for_pass(Pass.BWD_DQ)
+    with TuningDatabase(path) as database:
+        database.add_misses([Miss(problem=problem, device_fingerprint=H200.fingerprint)])
+    summary, _ = tuned(TuneJob(database=path, missed=True, trials=2))
+    assert [result.problem for result in summary.results] == [problem]
 
 
 def test_missed_problems_are_tuned(path):
@@ -236,6 +267,19 @@ def test_wrong_options_are_one_line_and_exit_2(arguments, message):
     result = command(*arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
+
+
+def test_the_command_tunes_the_passes_that_it_names(path):
+    arguments = ["--problem", "1x8x8x512x512x64", "--passes", "fwd,bwd", "--trials", 2]
+    document = json.loads(command(*arguments, "--db", path, "--json").stdout)
+    assert [entry["problem"]["pass"] for entry in document["results"]] == ["fwd", "bwd_delta", "bwd_dkdv", "bwd_dq"]
+
+
+def test_no_tflops_are_claimed_for_a_pass_without_products(path):
+    result = command("--problem", "1x8x8x512x512x64,bwd_delta", "--trials", 2, "--db", path)
+    (row,) = [line for line in result.stdout.splitlines() if "bwd_delta" in line]
+    assert re.search(r"\d +– +\d\.\d\d×", row)
+    assert "TFLOP/s)" not in result.stderr
 
 
 def test_several_ways_to_name_problems_add_up(path):

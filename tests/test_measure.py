@@ -206,6 +206,12 @@ class TestRegime:
     def test_of_a_large_problem_is_events(self) -> None:
         assert regime_for(AttentionProblem.parse("4x32x8x4096x4096x128"), KNOWN_DEVICES["h200"]) is Regime.EVENTS
 
+    @pytest.mark.parametrize(
+        ("text", "regime"), [("1x8x8x128x128x64", Regime.GRAPH), ("4x32x8x4096x4096x128", Regime.EVENTS)]
+    )
+    def test_of_a_pass_without_products_follows_its_bytes(self, text: str, regime: Regime) -> None:
+        assert regime_for(AttentionProblem.parse(f"{text},bwd_delta"), KNOWN_DEVICES["h200"]) is regime
+
     def test_depends_on_the_size_of_the_gpu(self) -> None:
         problem = AttentionProblem.parse("4x16x16x1024x1024x64")
         assert [regime_for(problem, KNOWN_DEVICES[name]) for name in ("h200", "t4")] == [Regime.GRAPH, Regime.EVENTS]

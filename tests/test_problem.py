@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from strategies import families, json_values, problems
 
 from fa_autotune.errors import InvalidProblemError
-from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, AttentionShape, DType, strongest_access
+from fa_autotune.problem import (
+    BACKWARD_PASSES,
+    Access,
+    AttentionFamily,
+    AttentionProblem,
+    AttentionShape,
+    DType,
+    Pass,
+    parse_passes,
+    strongest_access,
+)
 
 LLAMA = AttentionProblem.parse("4x32x8x4096x4096x128,causal")
 
@@ -131,6 +141,23 @@ def test_visible_pairs_are_those_of_the_mask(problem: AttentionProblem) -> None:
     assert problem.visible_pairs == sum(j <= i + diagonal for i in range(seqlen_q) for j in range(seqlen_k))
 
 
+def test_the_backward_computes_seven_products_where_the_forward_has_two() -> None:
+    assert sum(LLAMA.for_pass(kernel_pass).flops for kernel_pass in BACKWARD_PASSES) == 7 * LLAMA.flops // 2
+
+
+@pytest.mark.parametrize(
+    ("kernel_pass", "columns"), [(Pass.FWD, 64 + 32), (Pass.BWD_DELTA, 0), (Pass.BWD_DKDV, 192), (Pass.BWD_DQ, 160)]
+)
+def test_flops_count_each_product_by_the_columns_that_it_sums_or_gives(kernel_pass: Pass, columns: int) -> None:
+    problem = AttentionProblem.parse("2x4x2x10x20x64x32")
+    assert problem.for_pass(kernel_pass).flops == 2 * (2 * 4 * 10 * 20) * columns
+
+
+def test_a_pass_without_products_has_no_tflops() -> None:
+    assert LLAMA.tflops(1.0) == LLAMA.flops / 1e9
+    assert LLAMA.for_pass(Pass.BWD_DELTA).tflops(1.0) is None
+
+
 def test_a_square_causal_problem_counts_half_of_the_full_flops() -> None:
     full = AttentionProblem.parse("4x32x8x4096x4096x128")
     assert (full.flops, LLAMA.flops) == (4 * 4 * 32 * 4096 * 4096 * 128, 2 * 4 * 32 * 4096 * 4096 * 128)
@@ -140,6 +167,70 @@ def test_io_bytes_count_each_tensor_once() -> None:
     problem = AttentionProblem.parse("1x4x2x10x20x64x32,fp16")
     q, k, v, out, lse = 4 * 10 * 64 * 2, 2 * 20 * 64 * 2, 2 * 20 * 32 * 2, 4 * 10 * 32 * 2, 4 * 10 * 4
     assert problem.io_bytes == q + k + v + out + lse
+
+
+@pytest.mark.parametrize(
+    ("kernel_pass", "expected"),
+    [
+        (Pass.BWD_DELTA, 2 * 4 * 10 * 32 * 2 + 4 * 10 * 4),  # out, do; delta
+        (Pass.BWD_DKDV, (4 * 10 * 96 + 2 * 20 * 96 + 2 * 20 * 96) * 2 + 2 * 4 * 10 * 4),  # q do, k v, dk dv; lse delta
+        (Pass.BWD_DQ, (4 * 10 * 96 + 2 * 20 * 96 + 4 * 10 * 64) * 2 + 2 * 4 * 10 * 4),  # q do, k v, dq; lse delta
+    ],
+)
+def test_io_bytes_of_a_backward_count_what_it_reads_and_writes(kernel_pass: Pass, expected: int) -> None:
+    assert AttentionProblem.parse("1x4x2x10x20x64x32,fp16").for_pass(kernel_pass).io_bytes == expected
+
+
+# --- passes -----------------------------------------------------------------------------------------------------------
+
+
+@given(problems())
+def test_a_problem_is_its_own_for_its_pass(problem: AttentionProblem) -> None:
+    assert problem.for_pass(problem.family.kernel_pass) == problem
+
+
+@pytest.mark.parametrize("kernel_pass", [Pass.BWD_DKDV, Pass.BWD_DQ])
+def test_a_gradients_problem_is_the_forwards_but_for_the_pass(kernel_pass: Pass) -> None:
+    problem = LLAMA.for_pass(kernel_pass)
+    assert problem.family.kernel_pass is kernel_pass
+    assert problem.for_pass(Pass.FWD) == LLAMA
+
+
+def test_delta_knows_neither_keys_nor_a_mask() -> None:
+    one, other = map(AttentionProblem.parse, ("2x8x2x100x300x192x128,causal", "2x8x8x100x100x128"))
+    assert one.for_pass(Pass.BWD_DELTA) == other.for_pass(Pass.BWD_DELTA)
+
+
+def test_delta_has_no_problem_of_another_pass() -> None:
+    with pytest.raises(InvalidProblemError, match="start from the forward's"):
+        LLAMA.for_pass(Pass.BWD_DELTA).for_pass(Pass.FWD)
+
+
+@pytest.mark.parametrize(
+    ("text", "access"),
+    [("1x2x2x8x8x59x64", Access.TMA), ("1x2x2x8x8x64x59", Access.ANY), ("1x2x2x8x8x64,any", Access.ANY)],
+)
+def test_the_access_of_delta_is_that_of_its_own_rows(text: str, access: Access) -> None:
+    assert AttentionProblem.parse(text).for_pass(Pass.BWD_DELTA).family.access is access
+
+
+@pytest.mark.parametrize(
+    ("text", "passes"),
+    [
+        ("fwd", (Pass.FWD,)),
+        ("fwd,bwd", (Pass.FWD, *BACKWARD_PASSES)),
+        (" BWD , bwd_dq ", BACKWARD_PASSES),
+        ("bwd_dkdv,fwd", (Pass.BWD_DKDV, Pass.FWD)),
+    ],
+)
+def test_passes_are_read_by_name_each_once(text: str, passes: tuple[Pass, ...]) -> None:
+    assert parse_passes(text) == passes
+
+
+@pytest.mark.parametrize("text", ["", "sideways", "fwd,", "fwd;bwd"])
+def test_a_word_that_is_no_pass_is_refused(text: str) -> None:
+    with pytest.raises(InvalidProblemError, match="is not one of: fwd, bwd, bwd_delta"):
+        parse_passes(text)
 
 
 @given(families())
@@ -154,6 +245,7 @@ def test_labels_name_what_is_unusual() -> None:
     assert LLAMA.label == "fwd bf16 d128 causal 4×32×8×4096×4096"
     assert AttentionProblem.parse("1x2x2x8x8x100x36,fp32").label == "fwd fp32 d100/36 full 1×2×2×8×8"
     assert AttentionProblem.parse("1x2x2x8x8x64,aligned").family.label == "fwd bf16 d64 full aligned"
+    assert AttentionProblem.parse("1x2x2x8x8x64,causal,bwd_dq").family.label == "bwd_dq bf16 d64 causal"
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [(DType.FLOAT16, 2), (DType.BFLOAT16, 2), (DType.FLOAT32, 4)])

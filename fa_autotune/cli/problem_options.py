@@ -14,7 +14,7 @@ from fa_autotune.models import (
     problems_for_model,
     problems_from_hf_config,
 )
-from fa_autotune.problem import AttentionProblem, DType, Pass
+from fa_autotune.problem import AttentionProblem, DType
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 _DTYPES = {"bf16": DType.BFLOAT16, "fp16": DType.FLOAT16, "fp32": DType.FLOAT32}
@@ -55,7 +55,6 @@ def named_problems(
     seqlens: str | None,
     batch_size: int | None,
     dtype: str | None,
-    passes: Sequence[Pass] = (Pass.FWD,),
 ) -> list[AttentionProblem]:
     """All problems that the options name, each once; none where nothing is named."""
     if model is None and hf_config is None and (seqlens, batch_size, dtype) != (None, None, None):
@@ -64,7 +63,6 @@ def named_problems(
         "seqlens": DEFAULT_SEQLENS if seqlens is None else _lengths(seqlens),
         "batch_size": batch_size,
         "dtype": _DTYPES[dtype or "bf16"],
-        "passes": passes,
     }
     problems = [AttentionProblem.parse(text) for text in problem_texts]
     if model is not None:

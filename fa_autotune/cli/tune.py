@@ -15,7 +15,7 @@ from fa_autotune.cli.problem_options import named_problems, problem_options
 from fa_autotune.cli.terminal import print_table, say
 from fa_autotune.config import config_label
 from fa_autotune.device import INTERPRETER_ARCH
-from fa_autotune.problem import AttentionProblem, Pass
+from fa_autotune.problem import AttentionProblem, parse_passes
 from fa_autotune.records import TrialStatus
 
 if TYPE_CHECKING:
@@ -34,7 +34,12 @@ _INTERPRETER_BANNER = (
 @click.command("tune")
 @problem_options
 @click.option("--missed", is_flag=True, help="What dispatch met on this device without a winner of its own.")
-@click.option("--passes", default="fwd", show_default=True, help="Kernels to tune, separated by commas: fwd.")
+@click.option(
+    "--passes",
+    default="fwd",
+    show_default=True,
+    help="Kernels to tune, separated by commas: fwd, bwd (all three), bwd_delta, bwd_dkdv, bwd_dq.",
+)
 @click.option("--trials", type=click.IntRange(min=1), help="Candidates measured per problem. [default: 96]")
 @click.option("--time-budget", help="For all problems together, such as 90s, 10m or 1h30m. [default: none]")
 @click.option("--gpu", "gpu_index", type=click.IntRange(min=0), help="Index of the GPU. [default: 0]")
@@ -70,13 +75,14 @@ def tune_command(
     Without a problem it tunes a list of common ones. Every trial is stored as soon as it ends, so Ctrl-C loses nothing:
     the same command with --resume goes on.
     """
-    problems = named_problems(**named, passes=[_pass(word.strip()) for word in passes.split(",")])
+    problems = named_problems(**named)
     from fa_autotune.jobs import TuneJob, parse_duration_s, tune_job
     from fa_autotune.paths import database_path
 
     job = TuneJob(
         problems=tuple(problems),
         missed=missed,
+        passes=parse_passes(passes),
         database=db_path or database_path(),
         gpu_index=gpu_index,
         trials=trials,
@@ -96,13 +102,6 @@ def tune_command(
         ctx.exit(INTERRUPTED)
     if not any(result.winners for result in progress.results):
         ctx.exit(1)
-
-
-def _pass(word: str) -> Pass:
-    try:
-        return Pass(word)
-    except ValueError:
-        raise click.BadParameter(f"{word!r} is not one of: {', '.join(Pass)}", param_hint="--passes") from None
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------
