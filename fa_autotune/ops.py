@@ -53,7 +53,8 @@ def attention(
 
     causal: query i sees keys j ≤ i + seqlen_k − seqlen_q (bottom-right, as flash-attn ≥ 2.1). A row that sees no key
     gives 0. softmax_scale: None is 1/sqrt(head_dim). return_lse: also give the natural-log log-sum-exp, fp32 (batch,
-    num_q_heads, seqlen_q), −inf for a row that sees no key. Results are bit-for-bit repeatable.
+    num_q_heads, seqlen_q), −inf for a row that sees no key; a gradient into lse counts. Results and gradients are
+    bit-for-bit repeatable. Under autocast the inputs are cast as for PyTorch's own attention.
 
     CPU tensors run a plain torch reference, or Triton's interpreter in a process started with TRITON_INTERPRET=1.
     Raises InvalidProblemError for tensors that do not fit together, and UnsupportedError for arguments that this

@@ -4,14 +4,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from fa_autotune import reference
 from fa_autotune.problem import Access, AttentionFamily, AttentionShape, DType
 from fa_autotune.reference import (
     TORCH_DTYPES,
     attention_reference,
     attention_same_precision,
+    backward_statistics,
+    gradients_from_statistics,
     hidden_keys,
     reference_dtype,
     seeded_inputs,
+    seeded_output,
 )
 
 CPU = torch.device("cpu")
@@ -185,3 +189,93 @@ class TestSeededInputs:
             seeded_inputs(make_family(), make_shape(), device=CPU, seed=0, scale=scale)[0] for scale in (1.0, 4.0)
         )
         torch.testing.assert_close(4 * one, four)
+
+
+def gradients_by_autograd(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, d_lse: Tensor, diagonal: int | None
+) -> tuple[Tensor, ...]:
+    """Torch's own gradients in fp64, where every row sees a key."""
+    leaves = [tensor.double().requires_grad_() for tensor in (q, k, v)]
+    keys, values = (leaf.repeat_interleave(q.shape[1] // k.shape[1], 1) for leaf in leaves[1:])
+    scores = leaves[0] @ keys.transpose(-1, -2) * SCALE
+    if diagonal is not None:
+        scores = scores.masked_fill(hidden_keys(q.shape[2], k.shape[2], diagonal, CPU), -float("inf"))
+    out, lse = torch.softmax(scores, -1) @ values, torch.logsumexp(scores, -1)
+    return torch.autograd.grad((out * d_out.double()).sum() + (lse * d_lse.double()).sum(), leaves)
+
+
+def make_gradients(seqlen_q: int, seqlen_k: int, *, group: int = 1) -> tuple[Tensor, Tensor]:
+    """d_out and d_lse."""
+    shape = make_shape(seqlen_q, seqlen_k, group=group)
+    d_out = seeded_output(make_family(), shape, device=CPU, seed=1)
+    return d_out, torch.randn(d_out.shape[:3], generator=torch.Generator().manual_seed(2))
+
+
+class TestGradients:
+    @pytest.mark.parametrize("group", [1, 3])
+    @pytest.mark.parametrize(
+        ("seqlen_q", "seqlen_k", "diagonal"), [(7, 9, None), (9, 7, None), (7, 9, 2), (8, 8, 0), (9, 5, 0), (1, 9, 8)]
+    )
+    def test_are_torchs_own(self, seqlen_q: int, seqlen_k: int, diagonal: int | None, group: int) -> None:
+        q, k, v = make_inputs(seqlen_q, seqlen_k, group=group)
+        d_out, d_lse = make_gradients(seqlen_q, seqlen_k, group=group)
+        lse, delta = backward_statistics(q, k, v, d_out, softmax_scale=SCALE, diagonal=diagonal)
+        found = gradients_from_statistics(q, k, v, d_out, lse, delta - d_lse, softmax_scale=SCALE, diagonal=diagonal)
+        expected = gradients_by_autograd(q, k, v, d_out, d_lse, diagonal)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+    def test_of_rows_and_keys_that_see_nothing_are_zero(self) -> None:
+        q, k, v = make_inputs(9, 9)
+        d_out, _ = make_gradients(9, 9)
+        lse, delta = backward_statistics(q, k, v, d_out, softmax_scale=SCALE, diagonal=-3)
+        dq, dk, dv = gradients_from_statistics(q, k, v, d_out, lse, delta, softmax_scale=SCALE, diagonal=-3)
+        assert [tensor.isfinite().all().item() for tensor in (dq, dk, dv)] == [True] * 3
+        assert not dq[:, :, :3].any()
+        assert not dk[:, :, 6:].any()
+        assert not dv[:, :, 6:].any()
+
+    def test_of_a_stretch_are_that_part_of_all(self) -> None:
+        q, k, v = make_inputs(12, 15, group=2)
+        d_out, _ = make_gradients(12, 15, group=2)
+        call = {"softmax_scale": SCALE, "diagonal": 3}
+        lse, delta = backward_statistics(q, k, v, d_out, **call)
+        dq, dk, dv = gradients_from_statistics(q, k, v, d_out, lse, delta, **call)
+        rows, keys = slice(4, 9), slice(6, 13)
+        some_rows = (q[:, :, rows], k, v, d_out[:, :, rows], lse[:, :, rows], delta[:, :, rows])
+        some_keys = (q, k[:, :, keys], v[:, :, keys], d_out, lse, delta)
+        torch.testing.assert_close(gradients_from_statistics(*some_rows, **call, first_row=4)[0], dq[:, :, rows])
+        for place, whole in ((1, dk), (2, dv)):
+            part = gradients_from_statistics(*some_keys, **call, first_key=6)[place]
+            torch.testing.assert_close(part, whole[:, :, keys])
+
+    @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
+    def test_in_the_inputs_precision_err_by_some_roundings(self, dtype: DType) -> None:
+        q, k, v = (tensor.to(TORCH_DTYPES[dtype]) for tensor in make_inputs(20, 30))
+        d_out = make_gradients(20, 30)[0].to(q.dtype)
+        statistics = backward_statistics(q, k, v, d_out, softmax_scale=SCALE)
+        exact = gradients_from_statistics(q, k, v, d_out, *statistics, softmax_scale=SCALE)
+        rounded = gradients_from_statistics(q, k, v, d_out, *statistics, softmax_scale=SCALE, dtype=q.dtype)
+        for one, other in zip(rounded, exact, strict=True):
+            assert one.dtype is q.dtype
+            assert 0 < (one - other).abs().max() < 20 * torch.finfo(q.dtype).eps * other.abs().max()
+
+
+class TestStatistics:
+    @pytest.mark.parametrize("max_scores", [1, 40, 200, 10_000])
+    def test_are_the_same_computed_in_parts(self, max_scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        q, k, v = make_inputs(12, 15, group=2)
+        d_out, _ = make_gradients(12, 15, group=2)
+        whole = backward_statistics(q, k, v, d_out, softmax_scale=SCALE, diagonal=3)
+        monkeypatch.setattr(reference, "MAX_SCORES", max_scores)
+        parts = backward_statistics(q, k, v, d_out, softmax_scale=SCALE, diagonal=3)
+        for one, other in zip(parts, whole, strict=True):
+            torch.testing.assert_close(one, other)
+
+    def test_are_lse_and_the_row_sums_of_out_times_its_gradient(self) -> None:
+        q, k, v = make_inputs(6, 4)
+        d_out, _ = make_gradients(6, 4)
+        out, lse = attention_reference(q, k, v, softmax_scale=SCALE, diagonal=-2)
+        found_lse, delta = backward_statistics(q, k, v, d_out, softmax_scale=SCALE, diagonal=-2)
+        assert torch.equal(found_lse, lse)
+        torch.testing.assert_close(delta, (out * d_out).sum(-1).float())
