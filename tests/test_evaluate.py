@@ -116,7 +116,7 @@ FAULTS: dict[str, tuple[Sabotage, TrialStatus, str]] = {
     "scales its result": (
         instead_of("acc_0 * inverse_l[:, None]", "acc_0 * inverse_l[:, None] * 1.01"),
         TrialStatus.WRONG_RESULT,
-        "mean error",
+        "out error",
     ),
     "gives NaN": (
         instead_of("acc_0 * inverse_l[:, None]", "acc_0 * inverse_l[:, None] * float('nan')"),
