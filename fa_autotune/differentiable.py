@@ -39,7 +39,7 @@ def attend(
     if torch.is_autocast_enabled(device_type):
         q, k, v = (_cast(tensor, torch.get_autocast_dtype(device_type)) for tensor in (q, k, v))
     if not _is_compiling() and (q.is_neg() or k.is_neg() or v.is_neg()):
-        # Views such as z.conj().imag, whose memory holds the opposite sign; a graph's operators resolve them themselves.
+        # Views such as z.conj().imag, whose memory holds the opposite sign; a graph's operators resolve them.
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     if not is_plain or _is_seen_by_others():
         op: Any = attention_op if _is_compiling() or not _is_transforming() else TransformableAttention.apply
