@@ -80,6 +80,7 @@ def _on_gpu(compiled: Any, arguments: _Arguments, grid: tuple[int, ...], sample:
     import triton  # noqa: PLC0415 - loaded by now: the kernel is compiled
 
     sample_device, index = sample.device, sample.device.index
+    bind_thread(sample_device)  # descriptors are encoded below
     with torch.cuda.device(index):
         run = compiled.run  # loads the kernel on the current device
     expanded = _expand(run, arguments, sample)
