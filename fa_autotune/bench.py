@@ -270,7 +270,12 @@ def _backward_of(make: Peer, problem: AttentionProblem, q: Tensor, k: Tensor, v:
     with torch.enable_grad():
         attend, note = make(problem, *leaves)
         out = attend()
-    return partial(torch.autograd.grad, out, leaves, torch.randn_like(out), retain_graph=True), note
+    do = torch.randn_like(out)
+
+    def launch() -> None:
+        torch.autograd.grad(out, leaves, do, retain_graph=True)
+
+    return launch, note
 
 
 def _sdpa(

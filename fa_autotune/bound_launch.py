@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_autotune.launch import LoadedKernel
+from fa_autotune.launch import LoadedKernel, bind_thread
 
 Launch = Callable[..., None]
 
@@ -79,7 +79,8 @@ class _Arguments:
 def _on_gpu(compiled: Any, arguments: _Arguments, grid: tuple[int, ...], sample: Tensor, slow: Launch) -> Launch:
     import triton  # noqa: PLC0415 - loaded by now: the kernel is compiled
 
-    index = sample.device.index
+    sample_device, index = sample.device, sample.device.index
+    bind_thread(sample_device)  # descriptors are encoded below
     with torch.cuda.device(index):
         run = compiled.run  # loads the kernel on the current device
     expanded = _expand(run, arguments, sample)
@@ -91,6 +92,7 @@ def _on_gpu(compiled: Any, arguments: _Arguments, grid: tuple[int, ...], sample:
     stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of)
 
     def launch(*tensors: Tensor) -> None:
+        bind_thread(sample_device)
         if device_of() != index:
             with torch.cuda.device(index):
                 launch(*tensors)

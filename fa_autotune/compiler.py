@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from fa_autotune.errors import CompileError, WorkerDied, WorkerTimeout
 from fa_autotune.generated import compile_module, load_module
-from fa_autotune.paths import cache_dir
+from fa_autotune.paths import triton_cache_dir
 from fa_autotune.records import CompileForm, ResourceReport, TrialStatus, Variant
 from fa_autotune.worker import WorkerPool
 
@@ -275,7 +275,7 @@ def _brief(error: Exception) -> str:
 
 def compile_environ() -> dict[str, str | None]:
     """What a compiling process's environment must override: no interpreter, and the cache that all processes share."""
-    return {"TRITON_INTERPRET": None, "TRITON_CACHE_DIR": str(cache_dir() / "triton")}
+    return {"TRITON_INTERPRET": None, "TRITON_CACHE_DIR": str(triton_cache_dir())}
 
 
 def available_cpus() -> int:

@@ -38,6 +38,9 @@ def attend(
     device_type = "cuda" if q.is_cuda else "cpu"
     if torch.is_autocast_enabled(device_type):
         q, k, v = (_cast(tensor, torch.get_autocast_dtype(device_type)) for tensor in (q, k, v))
+    if not _is_compiling() and (q.is_neg() or k.is_neg() or v.is_neg()):
+        # Views such as z.conj().imag, whose memory holds the opposite sign; a graph's operators resolve them.
+        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     if not is_plain or _is_seen_by_others():
         op: Any = attention_op if _is_compiling() or not _is_transforming() else TransformableAttention.apply
         results = op(q, k, v, softmax_scale, mask, layout, generated)
@@ -107,6 +110,7 @@ class _Attention(torch.autograd.Function):
         if d_out is None and d_lse is None:
             return None, None, None, None, None
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad[:3]
+        d_out = None if d_out is None else d_out.resolve_neg()
         if torch.is_grad_enabled() or _is_seen_by_others():
             # The operator refuses to be differentiated again, should anybody try.
             gradients = gradients_op(saved, d_out, d_lse, ctx.plan.arguments, needed)
@@ -139,6 +143,7 @@ class _PackedAttention(torch.autograd.Function):
         if d_out is None and d_lse is None:
             return None, None, None, None, None
         q, packed, out, lse = ctx.saved_tensors
+        d_out = None if d_out is None else d_out.resolve_neg()
         saved, needed = (*_parts(q, packed), out, lse), (q is None or ctx.needs_input_grad[0], True, True)
         if torch.is_grad_enabled() or _is_seen_by_others():
             gradients: Any = gradients_op(saved, d_out, d_lse, ctx.plan.arguments, needed)

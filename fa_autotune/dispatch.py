@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from fa_autotune.config import BwdDeltaConfig, KernelConfig, config_label
@@ -20,7 +19,7 @@ from fa_autotune.constraints import MIN_SCORES_PER_WARP
 from fa_autotune.device import INTERPRETER_ARCH, DeviceSpec
 from fa_autotune.errors import FaAutotuneError, NoKernelError, UnsupportedError
 from fa_autotune.misses import MissLog, Store
-from fa_autotune.paths import database_path, packs_dir
+from fa_autotune.paths import database_path, pack_paths
 from fa_autotune.problem import AttentionProblem, AttentionShape, Pass
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.snapshot import Snapshot, Source, WinnerRow, load_snapshot
@@ -132,7 +131,7 @@ def decide(
 
 def parse_triton_version(version: str) -> tuple[int, int]:
     """(3, 7) for `3.7.1`; UnsupportedError if the text is no version."""
-    match = re.match(r"(\d+)\.(\d+)", version)
+    match = re.match(r"(\d{1,9})\.(\d{1,9})", version)
     if match is None:
         raise UnsupportedError(f"Triton version {version!r} is not like 3.7.1; reinstall Triton")
     return int(match[1]), int(match[2])
@@ -383,11 +382,6 @@ def _halvings(block: int) -> list[int]:
 
 
 # --- for a whole process ----------------------------------------------------------------------------------------------
-
-
-def pack_paths() -> list[Path]:
-    """The shipped packs."""
-    return sorted(packs_dir().glob("*.db"))
 
 
 def default_snapshot() -> Snapshot:

@@ -145,7 +145,11 @@ class LocalEvaluator:
         failed: list[TrialRecord] = []
         finalists: list[Candidate] = []
         reports: dict[Candidate, AccuracyReport] = {}
+        self.prefetch(candidates)
         for candidate in candidates:
+            if (broken := self._compile_failure(candidate, problem)) is not None:
+                failed.append(broken)
+                continue
             report = self._run(soak_job, self._kernel(candidate).built, problem, deadline_s=self._deadlines.measure_s)
             if isinstance(report, Failure):
                 failed.append(self._record(candidate, problem, failure=report))
@@ -174,7 +178,7 @@ class LocalEvaluator:
         try:
             source = render(candidate)
             path = write_module(source, candidates_dir())
-        except (TemplateError, OSError) as error:
+        except TemplateError as error:
             broken: Future[CompileResult] = Future()
             broken.set_result(CompileResult(status=TrialStatus.COMPILE_FAILED, error=str(error)))
             return _Kernel(built=None, digest=None, compiled=broken)
@@ -191,18 +195,8 @@ class LocalEvaluator:
     def _screen_one(self, candidate: Candidate, problem: AttentionProblem, incumbent_ms: float | None) -> TrialRecord:
         started = time.monotonic()
         kernel = self._kernel(candidate)
-        compiled = kernel.compiled.result()
-        if compiled.status is not TrialStatus.OK:
-            return TrialRecord(
-                candidate=candidate,
-                problem=problem,
-                status=compiled.status,
-                form=compile_form(candidate.family),
-                kernel_digest=kernel.digest,
-                resources=compiled.resources,
-                error=compiled.error,
-                constraint=compiled.gate,
-            )
+        if (broken := self._compile_failure(candidate, problem)) is not None:
+            return broken
         if kernel.accuracy is None:
             kernel.accuracy = self._run(verify_job, kernel.built, deadline_s=self._deadlines.verify_s)
         accuracy = kernel.accuracy
@@ -215,6 +209,29 @@ class LocalEvaluator:
             failure, measurement = (timed, None) if isinstance(timed, Failure) else (None, timed)
             record = self._record(candidate, problem, failure=failure, measurement=measurement)
         return replace(record, duration_s=time.monotonic() - started)
+
+    def _compile_failure(self, candidate: Candidate, problem: AttentionProblem) -> TrialRecord | None:
+        """Wait for the compiler; the record of a kernel that it or a gate refused, None if there is a kernel."""
+        kernel = self._kernel(candidate)
+        try:
+            compiled = kernel.compiled.result()
+        except OSError as error:  # no kernel's fault: Triton's cache, the assembler
+            raise FaAutotuneError(
+                f"compiling failed for a reason outside of the kernels: {error}; check {triton_cache_dir()} "
+                "(FA_AUTOTUNE_CACHE names another place) and `fa-autotune doctor`"
+            ) from error
+        if compiled.status is TrialStatus.OK:
+            return None
+        return TrialRecord(
+            candidate=candidate,
+            problem=problem,
+            status=compiled.status,
+            form=compile_form(candidate.family),
+            kernel_digest=kernel.digest,
+            resources=compiled.resources,
+            error=compiled.error,
+            constraint=compiled.gate,
+        )
 
     def _record(
         self,
@@ -245,10 +262,10 @@ class LocalEvaluator:
             started = self._worker is not None
             allowed = deadline_s if started else deadline_s + self._deadlines.start_s
             result = self._call(job, self._bench, *arguments, deadline_s=allowed)
-        except WorkerTimeout as error:
-            return Failure(status=TrialStatus.TIMED_OUT, error=str(error))
-        except WorkerDied as error:
-            return Failure(status=TrialStatus.CRASHED, error=str(error))
+        except (WorkerTimeout, WorkerDied) as error:
+            self._end_worker()  # a fresh one, that may take its time to start
+            status = TrialStatus.TIMED_OUT if isinstance(error, WorkerTimeout) else TrialStatus.CRASHED
+            return Failure(status=status, error=str(error))
         except WorkerError as error:
             return Failure(status=TrialStatus.LAUNCH_FAILED, error=str(error))
         if isinstance(result, Failure) and result.sticky:
@@ -303,8 +320,13 @@ class _DeviceLock:
 
     def __init__(self, device_index: int) -> None:
         path = cache_dir() / "locks" / f"gpu-{gpu_uuid(device_index)}.lock"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+")
+        except OSError as error:
+            raise FaAutotuneError(
+                f"the lock of GPU {device_index} can't be written: {error}; let FA_AUTOTUNE_CACHE name another folder"
+            ) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

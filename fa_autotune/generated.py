@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from fa_autotune.device import INTERPRETER_ARCH
-from fa_autotune.errors import CompileError
+from fa_autotune.errors import CompileError, FaAutotuneError
 from fa_autotune.paths import cache_dir
 from fa_autotune.records import Candidate
 from fa_autotune.render import KernelSource, render
@@ -28,20 +28,32 @@ def candidates_dir() -> Path:
 
 
 def write_module(source: KernelSource, folder: Path) -> Path:
-    """Write a generated module unless the same text is there; atomic, so that readers see a whole file."""
+    """Write a generated module unless the same text is there; atomic, so that readers see a whole file.
+
+    FaAutotuneError if the folder can't be written.
+    """
     path = folder / f"{source.name}.py"
-    if path.is_file() and path.read_text() == source.text:
-        return path
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=source.name, suffix=".tmp")
+    try:
+        if not (path.is_file() and path.read_text() == source.text):
+            _write_whole(path, source.text)
+    except OSError as error:
+        raise FaAutotuneError(
+            f"{path} can't be written ({error.strerror}), and Triton compiles from files only; make {folder} "
+            "writable, or set FA_AUTOTUNE_CACHE to a folder that is"
+        ) from error
+    return path
+
+
+def _write_whole(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
     try:
         with os.fdopen(descriptor, "w") as file:
-            file.write(source.text)
+            file.write(text)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    return path
 
 
 def write_exactly(candidates: Iterable[Candidate], folder: Path) -> list[Path]:

@@ -21,8 +21,7 @@ from fa_autotune.records import Evaluator, Variant
 from fa_autotune.tuner import TuneBudget, TuneEvent, TuneSummary
 from fa_autotune.tuner import tune as search
 
-DEFAULT_TRIALS, DEFAULT_FINALISTS = 96, 8
-INTERPRETER_TRIALS, INTERPRETER_FINALISTS = 8, 2
+INTERPRETER_BUDGET = TuneBudget(trials=8, finalists=2)
 MAX_INTERPRETED_PAIRS = 2**18  # (query, key) pairs over all heads: some seconds per launch
 
 
@@ -46,7 +45,7 @@ class TuneJob:
     `problems` empty: the device's default list, or with `missed` those that dispatch met without a winner of their own.
     `passes`: the kernels to tune for each problem; a problem of a backward pass stays as it is, and so do missed ones.
     `database` None: the user's. `gpu_index` None: the first GPU, or the interpreter where there is none. `trials` per
-    problem and `finalists` None: 96 and 8 on a GPU. `time_budget_s`: for all problems together.
+    problem and `finalists` None: `TuneBudget`'s, fewer in the interpreter. `time_budget_s`: for all problems together.
     """
 
     problems: tuple[AttentionProblem, ...] = ()
@@ -63,13 +62,10 @@ class TuneJob:
 
     def budget(self, device: DeviceSpec) -> TuneBudget:
         """The budget on a device, defaults filled in."""
-        interpreted = device.arch == INTERPRETER_ARCH
-        trials, finalists = (
-            (INTERPRETER_TRIALS, INTERPRETER_FINALISTS) if interpreted else (DEFAULT_TRIALS, DEFAULT_FINALISTS)
-        )
+        usual = INTERPRETER_BUDGET if device.arch == INTERPRETER_ARCH else TuneBudget()
         return TuneBudget(
-            trials=trials if self.trials is None else self.trials,
-            finalists=finalists if self.finalists is None else self.finalists,
+            trials=usual.trials if self.trials is None else self.trials,
+            finalists=usual.finalists if self.finalists is None else self.finalists,
             time_s=self.time_budget_s,
         )
 
@@ -165,7 +161,7 @@ def tune(
 
 def parse_duration_s(text: str) -> float:
     """Seconds of `90s`, `10m`, `1h` or `1h30m`; a bare number is refused, since its unit would be a guess."""
-    match = re.fullmatch(r"(?=.)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip().lower())
+    match = re.fullmatch(r"(?=.)(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?", text.strip().lower())
     seconds = (
         0
         if match is None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fa_autotune.device import INTERPRETER, DeviceSpec, Toolchain, nearest_memory_gb
-from fa_autotune.errors import FaAutotuneError, LaunchError
+from fa_autotune.errors import CompileError, FaAutotuneError, LaunchError
 from fa_autotune.generated import candidates_dir, compile_module, load_module, write_module
 from fa_autotune.paths import interpreting
 from fa_autotune.problem import Pass
@@ -26,9 +26,11 @@ from fa_autotune.records import Candidate
 from fa_autotune.render import render
 
 MAX_GRID = 2**31 - 1
+MAX_ERROR_CHARACTERS = 1000  # compilers print pages of intermediate code
 Answer = TypeVar("Answer")
 
 _interpreter_lock = threading.Lock()
+_thread = threading.local()
 
 
 def live_device(index: int = 0) -> DeviceSpec:
@@ -41,7 +43,8 @@ def live_device(index: int = 0) -> DeviceSpec:
     count = torch.cuda.device_count()
     if not 0 <= index < count:
         raise FaAutotuneError(
-            f"GPU {index} asked for, torch {torch.__version__} sees {count}; `fa-autotune doctor` says what is missing"
+            f"there is no GPU {index}: torch {torch.__version__} sees {count or 'none'}; "
+            "`fa-autotune doctor` says what is missing"
         )
     properties: Any = torch.cuda.get_device_properties(index)  # torch's stubs lack some of its attributes
     if torch.version.hip:
@@ -91,14 +94,20 @@ def gpu_uuid(index: int) -> str:
 class LoadedKernel:
     """A candidate's kernel, ready to be called on one device."""
 
-    def __init__(self, candidate: Candidate, module_path: Path, arch: str) -> None:
-        """Import a candidate's generated module and compile its kernel, or find it in Triton's cache. CompileError."""
+    def __init__(self, candidate: Candidate, module_path: Path, arch: str, device_index: int | None = None) -> None:
+        """Import a candidate's generated module and compile its kernel, or find it in Triton's cache. CompileError.
+
+        The binary is put on GPU `device_index` now; without one, on the GPU of the first call, when that comes.
+        """
         self.candidate = candidate
         self.module: ModuleType = load_module(module_path)
         # The tensor whose rows the programs own: k for dk and dv, else the first one.
         self._owner = 1 if candidate.family.kernel_pass is Pass.BWD_DKDV else 0
         self.compiled: Any = None if interpreting() else compile_module(self.module, arch)  # Triton's CompiledKernel
         self.run = _interpreted(self.module) if interpreting() else _compiled(self.compiled)
+        if self.compiled is not None and device_index is not None:
+            with torch.cuda.device(device_index):
+                _ = self.compiled.run  # Triton builds the launcher and loads the binary when this is first read
 
     def __call__(self, *values: Any) -> None:
         """Run the kernel on what its module's `arguments` takes, which is for each pass
@@ -113,6 +122,8 @@ class LoadedKernel:
         """
         owner: Tensor = values[self._owner]
         grid = self.grid(*values)
+        if owner.is_cuda:
+            bind_thread(owner.device)
         arguments = self.module.arguments(*values)
         if owner.is_cuda and owner.device.index != torch.cuda.current_device():
             with torch.cuda.device(owner.device):
@@ -129,9 +140,28 @@ class LoadedKernel:
         return grid
 
 
-def load_kernel(candidate: Candidate, arch: str) -> LoadedKernel:
+def bind_thread(device: torch.device) -> None:
+    """Make the GPU's context current in this thread, once: a thread that has not used CUDA yet has none, and Triton
+    encodes tensor descriptors through the driver, which needs it."""
+    if not getattr(_thread, "bound", False):
+        if not torch.cuda.is_current_stream_capturing():  # a thread that captures has a context
+            torch.cuda.mem_get_info(device)
+        _thread.bound = True
+
+
+def load_kernel(candidate: Candidate, arch: str, device_index: int | None = None) -> LoadedKernel:
     """Render a candidate, write its module to the cache folder and load it; TemplateError, CompileError."""
-    return LoadedKernel(candidate, write_module(render(candidate), candidates_dir()), arch)
+    path = write_module(render(candidate), candidates_dir())
+    try:
+        return LoadedKernel(candidate, path, arch, device_index)
+    except FaAutotuneError:
+        raise
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
+        raise CompileError(
+            f"the {candidate.variant} kernel of {candidate.family.label} does not compile or load for {arch}: {text}; "
+            f"it is {path}, and `fa-autotune doctor` says what may be missing"
+        ) from error
 
 
 def _compiled(compiled: Any) -> Callable[[tuple[int, ...], Sequence[Any]], None]:
@@ -147,8 +177,9 @@ def _interpreted(module: ModuleType) -> Callable[[tuple[int, ...], Sequence[Any]
     install_interpreter_shim()
 
     def run(grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
-        # log2(0) and inf − inf are defined results in a kernel; numpy would warn of them, and of Triton 3.6.
+        # log2(0), inf − inf and a row of NaN have defined results in a kernel; numpy would warn, and of Triton 3.6.
         with _interpreter_lock, numpy.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "All-NaN slice encountered", RuntimeWarning)
             warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0", DeprecationWarning)
             module.KERNEL[grid](*arguments)
 

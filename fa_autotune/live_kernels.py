@@ -36,7 +36,7 @@ def kernel_for(problem: AttentionProblem, index: int) -> LoadedKernel:
                     f"the kernel for {problem.label} is not loaded and a CUDA-graph capture is under way; call "
                     f"fa_autotune.warmup(['{problem.key}']) or run the model once before capturing"
                 )
-            kernel = load_kernel(candidate, dispatcher_of(index).device.arch)
+            kernel = load_kernel(candidate, dispatcher_of(index).device.arch, index if index >= 0 else None)
             _kernels[index, candidate] = kernel
         return kernel
 

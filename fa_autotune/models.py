@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fa_autotune.errors import InvalidProblemError
+from fa_autotune.paths import expanded
 from fa_autotune.problem import AttentionFamily, AttentionProblem, AttentionShape, DType, Pass, strongest_access
 
 DEFAULT_SEQLENS = (1024, 2048, 4096, 8192)
@@ -153,7 +154,7 @@ def problems_for(
 
 def model_from_hf_config(path: Path | str) -> ModelAttention:
     """Heads, head dims and direction from a transformers `config.json`; InvalidProblemError says what is missing."""
-    path = Path(path).expanduser()
+    path = expanded(path)
     if path.is_dir():
         path = path / "config.json"
     config = _read_config(path)

@@ -2,10 +2,12 @@
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import platformdirs
+
+from fa_autotune.errors import FaAutotuneError
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -26,6 +28,11 @@ def packs_dir() -> Path:
     return _data_dir("tuning_db")
 
 
+def pack_paths() -> list[Path]:
+    """The shipped packs, by name."""
+    return sorted(packs_dir().glob("*.db"))
+
+
 def shipped_kernels_dir() -> Path:
     """Folder of the shipped winners' kernels."""
     return _data_dir("kernels_generated")
@@ -34,15 +41,23 @@ def shipped_kernels_dir() -> Path:
 def database_path(environ: Mapping[str, str] = os.environ) -> Path:
     """The user's tuning database: FA_AUTOTUNE_DB, or `tuning.db` in the user data folder."""
     if chosen := environ.get("FA_AUTOTUNE_DB"):
-        return Path(chosen).expanduser()
-    return Path(platformdirs.user_data_dir("fa_autotune")) / "tuning.db"
+        return expanded(chosen)
+    return _user_dir(platformdirs.user_data_dir, instead="FA_AUTOTUNE_DB") / "tuning.db"
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """Folder of generated candidates and compiled kernels: FA_AUTOTUNE_CACHE, or the user cache folder."""
     if chosen := environ.get("FA_AUTOTUNE_CACHE"):
-        return Path(chosen).expanduser()
-    return Path(platformdirs.user_cache_dir("fa_autotune"))
+        return expanded(chosen)
+    return _user_dir(platformdirs.user_cache_dir, instead="FA_AUTOTUNE_CACHE")
+
+
+def expanded(path: Path | str) -> Path:
+    """A path with the home folder for its `~`; FaAutotuneError if that folder is not known."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise FaAutotuneError(f"the home folder in {path} is not known; write the whole path") from error
 
 
 def triton_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
@@ -58,3 +73,10 @@ def interpreting(environ: Mapping[str, str] = os.environ) -> bool:
 def c_compiler(environ: Mapping[str, str] = os.environ) -> str | None:
     """The C compiler with which Triton builds its launchers, found in its own order: CC, gcc, clang."""
     return next(filter(None, map(shutil.which, [environ["CC"]] if "CC" in environ else ["gcc", "clang"])), None)
+
+
+def _user_dir(find: Callable[[str], str], *, instead: str) -> Path:
+    try:
+        return Path(find("fa_autotune")).expanduser()
+    except RuntimeError as error:
+        raise FaAutotuneError(f"this user has no home folder ({error}); set {instead}, or HOME") from error

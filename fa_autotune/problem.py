@@ -201,13 +201,17 @@ class AttentionProblem:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read the short form `BxHqxHkvxLqxLkxD[xDv][,causal][,bf16|fp16|fp32][,tma|aligned|any][,pass]`, or a key.
+        """Read the short form `BxHqxHkvxLqxLkxD[xDv][,causal][,dtype][,access][,pass]`, a label or a key.
+
+        dtype is bf16, fp16 or fp32, access tma, aligned or any, pass fwd, bwd_delta, bwd_dkdv or bwd_dq.
 
         `AttentionProblem.parse("4x32x8x4096x4096x128,causal")` is Llama-like prefill in bfloat16. `×` may stand for x.
         A pass (`bwd_delta`, `bwd_dkdv`, `bwd_dq`) makes it that kernel's problem of the same call, as `for_pass` does.
         """
         if text.lstrip().startswith("{"):
             return cls.from_key(text)
+        if label := _LABEL.fullmatch(text.strip()):
+            return cls._from_label(**label.groupdict())
         numbers, *flags = (part.strip() for part in text.lower().replace("×", "x").split(","))
         if not re.fullmatch(r"[0-9]{1,10}(x[0-9]{1,10}){5,6}", numbers):
             raise InvalidProblemError(
@@ -269,6 +273,13 @@ class AttentionProblem:
             ),
             shape=replace(self.shape, num_kv_heads=self.shape.num_q_heads, seqlen_k=self.shape.seqlen_q),
         )
+
+    @classmethod
+    def _from_label(cls, *, kernel_pass: str, dtype: str, dims: str, mask: str, access: str | None, shape: str) -> Self:
+        if kernel_pass not in set(Pass):
+            raise InvalidProblemError(f"pass={kernel_pass!r} is not one of: {', '.join(Pass)}")
+        found = cls.parse(f"{shape}x{dims.replace('/', 'x')},{dtype},{mask},{access or Access.TMA}")
+        return replace(found, family=replace(found.family, kernel_pass=Pass(kernel_pass)))
 
     @property
     def label(self) -> str:
@@ -333,6 +344,10 @@ _PRODUCTS = {Pass.FWD: (1, 1), Pass.BWD_DELTA: (0, 0), Pass.BWD_DKDV: (2, 2), Pa
 _SHAPE_KEYS = ("batch_size", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_k")
 _FAMILY_KEYS = {"pass", "dtype", "head_dim", "head_dim_v", "bounded_right", "access"}
 _SHORT_DTYPES = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32"}
+_LABEL = re.compile(
+    r"(?P<kernel_pass>[a-z_]+) (?P<dtype>[a-z0-9]+) d(?P<dims>[0-9]{1,4}(?:/[0-9]{1,4})?) (?P<mask>causal|full)"
+    r"(?: (?P<access>tma|aligned|any))? (?P<shape>[0-9x×]+)"
+)
 _DTYPES_BY_WORD = {**{short: dtype for dtype, short in _SHORT_DTYPES.items()}, **{d.value: d for d in DType}}
 
 

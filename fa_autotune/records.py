@@ -94,8 +94,9 @@ class AccuracyReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Times of one kernel on one problem, in milliseconds, over `launches` timed launches.
+    """Times of one kernel on one problem, in milliseconds, over `launches` times taken.
 
+    In the regime `graph` each of these is the mean of one replay's launches, so the spread is that of means.
     `early_stopped`: clearly slower than the incumbent after a few launches; then the median is of those few.
     `rank`: place among the finalists of its variant in a confirm session, 1 is the winner; None for a screen.
     """

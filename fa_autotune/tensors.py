@@ -75,7 +75,7 @@ def as_scale(value: Any) -> float:
     """A softmax_scale of any number type as a float; InvalidProblemError if it is no number."""
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         raise InvalidProblemError(f"softmax_scale={value!r} is not a number; None means 1/sqrt(head_dim)") from None
 
 

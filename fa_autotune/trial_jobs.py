@@ -5,10 +5,12 @@ loaded kernels and inputs stay in the worker's caches. They never see a user's t
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -21,6 +23,9 @@ from fa_autotune.records import AccuracyReport, Candidate, Measurement, Regime, 
 from fa_autotune.verify import probes, verify, verify_sampled
 from fa_autotune.workload import Workload, bottom_right_diagonal, seeded_workload
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 SOAK_LAUNCHES = 1000
 SOAK_S = 0.25
 
@@ -32,6 +37,11 @@ _STICKY_ERRORS = (
     "illegal instruction",
     "device-side assert",
     "an illegal barrier",
+    "not supported on global/shared address space",
+    "invalid program counter",
+    "hardware stack error",
+    "launch timed out",
+    "uncorrectable",
 )
 
 
@@ -66,11 +76,28 @@ class Failure:
     sticky: bool = False
 
 
+def _on_device(run: Callable[Concatenate[Bench, P], T | Failure]) -> Callable[Concatenate[Bench, P], T | Failure]:
+    """A job that runs with its own GPU as the current one, and gives what it raises as a Failure."""
+
+    @wraps(run)
+    def job(bench: Bench, /, *args: P.args, **kwargs: P.kwargs) -> T | Failure:
+        # Events, graphs and synchronize() belong to the current GPU, whatever GPU the tensors are on.
+        current = nullcontext() if bench.device_index is None else torch.cuda.device(bench.device_index)
+        try:
+            with current:
+                return run(bench, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - Triton and torch raise all sorts; a bad kernel is a result
+            return _failure(error)
+
+    return job
+
+
 def toolchain_job() -> Toolchain:
     """The versions that compile and run kernels in the worker."""
     return live_toolchain()
 
 
+@_on_device
 def verify_job(bench: Bench, built: Built) -> AccuracyReport | Failure:
     """Check a candidate's kernel on the probes round its blocks."""
     family, config = built.candidate.family, built.candidate.config
@@ -78,59 +105,48 @@ def verify_job(bench: Bench, built: Built) -> AccuracyReport | Failure:
     if not isinstance(config, BwdDeltaConfig):
         block_n, exact_lengths = config.BLOCK_N, config.EXACT_LENGTHS
     probe_list = probes(family, block_m=config.BLOCK_M, block_n=block_n, exact_lengths=exact_lengths)
-    try:
-        return verify(_loaded(built, bench.device.arch), family, probe_list, bench.torch_device)
-    except Exception as error:  # noqa: BLE001 - Triton and torch raise all sorts; a bad kernel is a result
-        return _failure(error)
+    return verify(_loaded(built, bench.device.arch), family, probe_list, bench.torch_device)
 
 
+@_on_device
 def screen_job(
     bench: Bench, built: Built, problem: AttentionProblem, incumbent_ms: float | None
 ) -> Measurement | Failure:
     """Time a verified kernel on a problem."""
-    try:
-        launch = _bound_launch(built, problem, bench)
-        regime = regime_for(problem, bench.device)
-        return screen(
-            launch,
-            timer=_timer(regime, bench),
-            regime=regime,
-            policy=bench.policy,
-            incumbent_ms=incumbent_ms,
-            device_index=bench.device_index,
-        )
-    except Exception as error:  # noqa: BLE001 - Triton and torch raise all sorts; a bad kernel is a result
-        return _failure(error)
+    regime = regime_for(problem, bench.device)
+    return screen(
+        _bound_launch(built, problem, bench),
+        timer=_timer(regime, bench),
+        regime=regime,
+        policy=bench.policy,
+        incumbent_ms=incumbent_ms,
+        device_index=bench.device_index,
+    )
 
 
+@_on_device
 def soak_job(bench: Bench, built: Built, problem: AttentionProblem) -> AccuracyReport | Failure:
     """Check a finalist at the problem's own size, then launch it many times: the last result must be the first, bit
     for bit."""
-    try:
-        kernel = _loaded(built, bench.device.arch)
-        workload = _workload(problem, str(bench.torch_device))
-        report = verify_sampled(kernel, problem, workload.inputs, workload.softmax_scale)
-        if not report.passed or bench.device_index is None:
-            return report
-        return _soaked(report, kernel, workload)
-    except Exception as error:  # noqa: BLE001 - Triton and torch raise all sorts; a bad kernel is a result
-        return _failure(error)
+    kernel = _loaded(built, bench.device.arch)
+    workload = _workload(problem, str(bench.torch_device))
+    report = verify_sampled(kernel, problem, workload.inputs, workload.softmax_scale)
+    if not report.passed or bench.device_index is None:
+        return report
+    return _soaked(report, kernel, workload)
 
 
+@_on_device
 def confirm_job(bench: Bench, finalists: Sequence[Built], problem: AttentionProblem) -> list[Measurement] | Failure:
     """Time finalists interleaved; one measurement for each, in their order."""
-    try:
-        regime = regime_for(problem, bench.device)
-        launches = [_bound_launch(built, problem, bench) for built in finalists]
-        return confirm(
-            launches,
-            timer=_timer(regime, bench),
-            regime=regime,
-            policy=bench.policy,
-            device_index=bench.device_index,
-        )
-    except Exception as error:  # noqa: BLE001 - Triton and torch raise all sorts; a bad kernel is a result
-        return _failure(error)
+    regime = regime_for(problem, bench.device)
+    return confirm(
+        [_bound_launch(built, problem, bench) for built in finalists],
+        timer=_timer(regime, bench),
+        regime=regime,
+        policy=bench.policy,
+        device_index=bench.device_index,
+    )
 
 
 def _soaked(report: AccuracyReport, kernel: LoadedKernel, workload: Workload) -> AccuracyReport | Failure:

@@ -223,7 +223,7 @@ def _backward_default(spec: VariantSpec, family: AttentionFamily, arch: str, col
             return (64, 64, 4, stages)
         return (64, 32, 8, stages)
     if not arch.startswith("sm_"):
-        return (64, 16, 4, 1)
+        return (64, 16, 4, 1) if columns <= 400 else (32, 16, 2, 1)
     if family.access is Access.ANY:  # a pointer for each element leaves fewer registers
         return (32, 32, 8, 1) if columns <= 128 else (16, 32, 8, 1) if columns <= 256 else (16, 16, 4, 1)
     if columns <= 128:

@@ -216,7 +216,9 @@ class _Numbers:
         error, pt_error = (value - self.ref).abs(), (self.pt.to(self.ref.dtype) - self.ref).abs()
         roundings = _roundings(self.ref, written.dtype)
         allowed = self.factor * (pt_error.max().item() + roundings.max().item())
-        mean_allowed = MEAN_ERROR_FACTOR * pt_error.mean().item() + roundings.mean().item()
+        # GPUs' exp2 is good to two units in the last place: in fp32 that shows, in 16 bits it does not.
+        units = 2 if written.dtype is torch.float32 else 1
+        mean_allowed = MEAN_ERROR_FACTOR * pt_error.mean().item() + units * roundings.mean().item()
         max_error, mean_error = error.max().item(), error.mean().item()
         worst.add(
             max_error=max_error,

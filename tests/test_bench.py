@@ -322,9 +322,12 @@ def test_problems_are_named_as_for_tune(
 @pytest.mark.parametrize(
     ("arguments", "options"),
     [
-        ((), {"against": DEFAULT_PEERS.split(","), "device_index": 0}),
-        (("--against", "flex, fa3", "--gpu", "1"), {"against": ["flex", "fa3"], "device_index": 1}),
-        (("--against", ""), {"against": [], "device_index": 0}),
+        ((), {"against": DEFAULT_PEERS.split(","), "device_index": 0, "backward": False}),
+        (
+            ("--against", "flex, fa3", "--gpu", "1", "--backward"),
+            {"against": ["flex", "fa3"], "device_index": 1, "backward": True},
+        ),
+        (("--against", ""), {"against": [], "device_index": 0, "backward": False}),
     ],
 )
 def test_peers_and_gpu_are_handed_on(arguments: tuple[str, ...], options: dict[str, Any], fake: FakeRun) -> None:

@@ -23,6 +23,11 @@ from fa_autotune.variants import default_config, variant_spec
 INDEX, STREAM = 3, 77
 
 
+@pytest.fixture(autouse=True)
+def no_gpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bound_launch, "bind_thread", lambda device: None)
+
+
 # --- in the interpreter -----------------------------------------------------------------------------------------------
 
 

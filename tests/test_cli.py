@@ -1,11 +1,13 @@
 """The command's root, and its commands doctor and render."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -27,6 +29,13 @@ SHORT = "4x32x8x4096x4096x128,causal"
 
 def run(*arguments: str) -> "click.testing.Result":
     return CliRunner().invoke(main, arguments)
+
+
+def start(*arguments: str, stdout: Any, **environ: str) -> "subprocess.CompletedProcess[str]":
+    """The command in a process of its own."""
+    words = [sys.executable, "-c", "from fa_autotune.cli import main; main(prog_name='fa-autotune')", *arguments]
+    environ = {**os.environ, **environ}
+    return subprocess.run(words, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, env=environ)
 
 
 def leaves(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
@@ -93,6 +102,29 @@ def test_an_error_of_ours_is_one_line_on_stderr_and_exit_code_2() -> None:
     done = run("render", "--problem", "1x8x3x64x64x64")
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith("Error: num_q_heads=8 is no multiple of num_kv_heads=3")
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [("/dev/null/kernel.py", "/dev/null/kernel.py: Not a directory"), ("/dev/full", "No space left on device")],
+)
+def test_an_error_of_the_file_system_is_one_line_with_a_next_step(target: str, says: str) -> None:
+    done = run("render", "--problem", SHORT, "--output", target)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"Error: {says}; see that it is there")
+
+
+def test_a_disk_that_is_full_is_one_line_for_a_table_too(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = start("db", "winners", "--packs", stdout=full)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "No space left on device" in done.stderr
+
+
+def test_a_table_is_shown_in_any_encoding() -> None:
+    done = start("db", "winners", "--packs", stdout=subprocess.PIPE, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "4?8?8?4096?4096" in done.stdout
 
 
 def test_an_unknown_command_is_named() -> None:

@@ -12,7 +12,7 @@ from tuning_samples import H200, OTHER_PROBLEM, PROBLEM, begin, failed_record, f
 
 from fa_autotune.cli import main
 from fa_autotune.database import Miss, TuningDatabase
-from fa_autotune.device import KNOWN_DEVICES
+from fa_autotune.device import INTERPRETER, KNOWN_DEVICES
 from fa_autotune.records import TrialStatus
 
 SHORT = "4x32x8x4096x4096x128,causal"
@@ -63,6 +63,29 @@ def test_winners_show_config_time_and_speed(path: Path) -> None:
         assert words in text
 
 
+def test_winners_of_several_devices_are_several_tables(path: Path) -> None:
+    with TuningDatabase(path) as database:
+        fill(database, device=KNOWN_DEVICES["a100"])
+    heads = [line for line in printed("winners", "--db", path).splitlines() if line.startswith("device ")]
+    assert [KNOWN_DEVICES["a100"].name in heads[0], H200.name in heads[1]] == [True, True]
+
+
+def test_no_speed_is_claimed_for_the_interpreter(tmp_path: Path) -> None:
+    with TuningDatabase(tmp_path / "tuning.db") as database:
+        fill(database, device=INTERPRETER)
+    for words in (["winners"], ["top", "--problem", SHORT]):
+        assert f"{PROBLEM.flops / 0.9 * 1e-9:.1f}" not in printed(*words, "--db", tmp_path / "tuning.db")
+
+
+def test_without_a_database_of_ones_own_the_shipped_winners_are_mentioned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_pack(tmp_path, "nvidia_h200.db")
+    monkeypatch.setattr("fa_autotune.paths.packs_dir", lambda: tmp_path)
+    monkeypatch.setattr("fa_autotune.cli.db.database_path", lambda: tmp_path / "none.db")
+    assert "see the shipped winners with --packs" in run("winners").output
+
+
 def test_winners_as_json_hold_problem_and_config(path: Path) -> None:
     (winner,) = document("winners", "--db", path)["winners"]
     assert winner["problem"] == json.loads(PROBLEM.key)
@@ -76,14 +99,14 @@ def test_winners_of_another_variant_are_none(path: Path) -> None:
 def test_winners_include_shipped_packs_when_asked(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "packs").mkdir()
     write_pack(tmp_path / "packs", "nvidia_h200.db")
-    monkeypatch.setattr("fa_autotune.cli.db.packs_dir", lambda: tmp_path / "packs")
+    monkeypatch.setattr("fa_autotune.paths.packs_dir", lambda: tmp_path / "packs")
     found = document("winners", "--db", path, "--packs")["winners"]
     assert [winner["source"] for winner in found] == ["tuning.db", "nvidia_h200.db"]
 
 
 def test_packs_are_shown_without_a_database_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_pack(tmp_path, "nvidia_h200.db")
-    monkeypatch.setattr("fa_autotune.cli.db.packs_dir", lambda: tmp_path)
+    monkeypatch.setattr("fa_autotune.paths.packs_dir", lambda: tmp_path)
     monkeypatch.setattr("fa_autotune.cli.db.database_path", lambda: tmp_path / "none.db")
     assert len(document("winners", "--packs")["winners"]) == 1
 

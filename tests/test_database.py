@@ -223,6 +223,10 @@ class TestContract:
         fill(database)
         assert [entry.position for entry in database.leaderboard(PROBLEM, limit=2)] == [1, 2]
 
+    def test_the_leaderboard_takes_any_limit(self, database: TuningDatabase) -> None:
+        fill(database)
+        assert len(database.leaderboard(PROBLEM, limit=10**6)) == 3
+
     def test_regimes_are_never_ranked_together(self, database: TuningDatabase) -> None:
         session = begin(database)
         database.save_trial(session, ok_record(1.0, 16, regime=Regime.EVENTS))

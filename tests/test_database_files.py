@@ -21,7 +21,7 @@ from tuning_samples import (
 from fa_autotune.database import SessionKind, SessionState, TuningDatabase
 from fa_autotune.database.connection import TABLES
 from fa_autotune.database.entries import CompileStatus
-from fa_autotune.errors import DatabaseError, SchemaTooNewError
+from fa_autotune.errors import DatabaseError, FaAutotuneError, SchemaTooNewError
 from fa_autotune.paths import database_path
 from fa_autotune.records import (
     CompileForm,
@@ -157,6 +157,15 @@ class TestFile:
         with TuningDatabase(tmp_path / "tuning.db") as database:
             assert records(database) == [ok_record()]
 
+    @pytest.mark.parametrize("read_only", [True, False])
+    def test_a_name_that_the_system_refuses_is_an_error_of_ours(self, tmp_path: Path, read_only: bool) -> None:
+        with pytest.raises(DatabaseError, match=r"x\.db: .*; .*FA_AUTOTUNE_DB"):
+            TuningDatabase(tmp_path / f"{'x' * 300}.db", read_only=read_only)
+
+    def test_a_home_folder_that_is_not_known_is_an_error_of_ours(self) -> None:
+        with pytest.raises(FaAutotuneError, match="home folder"):
+            TuningDatabase("~nobody-of-this-name/tuning.db")
+
     def test_reading_a_file_that_is_not_there_creates_nothing(self, tmp_path: Path) -> None:
         with pytest.raises(DatabaseError, match=r"no tuning database at .*; create one with"):
             TuningDatabase(tmp_path / "a" / "tuning.db", read_only=True)
@@ -184,6 +193,13 @@ class TestFile:
         path.write_bytes(content)
         with pytest.raises(DatabaseError, match="damaged or something else"):
             TuningDatabase(path, read_only=read_only)
+
+    @pytest.mark.parametrize("read_only", [True, False])
+    def test_a_schema_that_is_no_text_is_refused(self, pack: Path, read_only: bool) -> None:
+        """SQLite quotes the broken bytes in its message, which Python then can't decode."""
+        pack.write_bytes(pack.read_bytes().replace(b"CREATE TABLE", b"CREATE \xa2\xa2\xa2\xa2\xa2"))
+        with pytest.raises(DatabaseError, match="damaged"):
+            TuningDatabase(pack, read_only=read_only)
 
     def test_a_file_cut_short_is_refused(self, pack: Path) -> None:
         pack.write_bytes(pack.read_bytes()[: pack.stat().st_size // 2])

@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+import shlex
 import sqlite3
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fa_autotune.cli import main
 from fa_autotune.cli.explain import explain_command
 from fa_autotune.config import KernelConfig, PortableFwdConfig, TmaFwdConfig
 from fa_autotune.constraints import in_flight_smem_bytes
@@ -27,6 +29,7 @@ from fa_autotune.errors import FaAutotuneError, NoKernelError, TemplateError, Un
 from fa_autotune.misses import MAX_PROBLEMS, MissLog
 from fa_autotune.problem import Access, AttentionProblem, Pass
 from fa_autotune.records import Candidate, Regime, Variant
+from fa_autotune.render import render
 from fa_autotune.snapshot import Snapshot, Source, WinnerRow
 from fa_autotune.variants import MIN_TRITON, VARIANTS, default_config, rejection, supported_variants, variant_spec
 from tests.strategies import devices, problems
@@ -189,9 +192,10 @@ def test_too_old_a_triton_is_an_error_that_says_so() -> None:
         choose(PROBLEM, triton="3.5.0")
 
 
-def test_unreadable_triton_version_is_an_error() -> None:
-    with pytest.raises(UnsupportedError, match="'nightly'"):
-        choose(PROBLEM, triton="nightly")
+@pytest.mark.parametrize("version", ["nightly", "9" * 5000 + ".0"], ids=["word", "huge"])
+def test_unreadable_triton_version_is_an_error(version: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"'{version}'"):
+        choose(PROBLEM, triton=version)
 
 
 # --- the ladder within an origin --------------------------------------------------------------------------------------
@@ -607,6 +611,21 @@ def test_decision_as_json_is_plain_values() -> None:
 @pytest.mark.usefixtures("no_packs")
 def test_explain_prints_a_decision_for_a_named_gpu() -> None:
     assert "origin  default, untuned" in explain("--problem", "1x8x8x512x512x64", "--device", "h200").output
+
+
+@pytest.mark.usefixtures("no_packs")
+@pytest.mark.parametrize("device", ["h200", "a100"])
+def test_explain_prints_the_call_that_shows_the_kernel(device: str) -> None:
+    problem = "1x8x8x512x512x64"
+    (call,) = [
+        line.split(maxsplit=1)[1]
+        for line in explain("--problem", problem, "--device", device).output.splitlines()
+        if line.startswith("  source  ")
+    ]
+    command, *words = shlex.split(call)
+    rendered = CliRunner().invoke(main, words)
+    decision = choose(problem, device=KNOWN_DEVICES[device])
+    assert (command, rendered.output) == ("fa-autotune", render(decision.candidate).text)
 
 
 @pytest.mark.usefixtures("no_packs")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fa_autotune.config import PortableFwdConfig
-from fa_autotune.errors import CompileError
+from fa_autotune.errors import CompileError, FaAutotuneError
 from fa_autotune.generated import candidates_dir, load_module, write_exactly, write_module
 from fa_autotune.problem import AttentionFamily, DType
 from fa_autotune.records import Candidate, Variant
@@ -78,9 +78,14 @@ class TestWriteModule:
     def test_that_fails_leaves_nothing_behind(self, tmp_path: Path) -> None:
         source = make_source()
         (tmp_path / f"{source.name}.py").mkdir()
-        with pytest.raises(IsADirectoryError):
+        with pytest.raises(FaAutotuneError, match="Is a directory"):
             write_module(source, tmp_path)
         assert names(tmp_path) == {f"{source.name}.py"}
+
+    def test_into_a_folder_that_can_not_be_says_what_to_set(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(FaAutotuneError, match=r"file/kernels.*Not a directory.*set FA_AUTOTUNE_CACHE"):
+            write_module(make_source(), tmp_path / "file" / "kernels")
 
     def test_never_shows_a_reader_half_a_file(self, tmp_path: Path) -> None:
         """A file that a reader has open stays as it was: the new text comes as another file of that name."""

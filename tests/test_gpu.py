@@ -3,7 +3,7 @@
 `pytest -m gpu -n 0`. Skipped where torch sees no GPU.
 """
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -218,14 +218,10 @@ def test_repeated_calls_are_equal_beside_other_work() -> None:
 
 def test_threads_start_cold_together() -> None:
     q, k, v = (randn(2, 190, 4, 48) for _ in range(3))
-    results: list[torch.Tensor] = []
-    threads = [threading.Thread(target=lambda: results.append(attention(q, k, v))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        calls = [threads.submit(attention, q, k, v) for _ in range(8)]
+        results = [call.result() for call in calls]
     torch.cuda.synchronize()
-    assert len(results) == 8
     assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -305,3 +301,15 @@ def test_a_live_known_gpu_has_the_fingerprint_of_the_table() -> None:
     if not known:
         pytest.skip(f"{device.name} is not in the table")
     assert device.fingerprint == known[0].fingerprint
+
+
+def test_the_lse_of_a_thousand_steps_is_as_exact_as_of_one() -> None:
+    """No step may leave an error in the running sum while the maximum stays: 16 keys a step, 16,384 keys."""
+    family = family_of(DType.BFLOAT16, 64, 64, False, None)
+    config = PortableFwdConfig(BLOCK_M=64, BLOCK_N=16, num_warps=4, num_stages=1)
+    kernel = load_kernel(Candidate(family=family, variant=Variant.PORTABLE, config=config), live_device().arch)
+    q, k, v = (randn(1, 1, seqlen, 64) for seqlen in (256, 16384, 16384))
+    out, lse = torch.empty_like(q), torch.empty(1, 1, 256, device="cuda")
+    kernel(q, k, v, out, lse, 0.125, None)
+    _, exact = attention_reference(q.double(), k.double(), v.double(), softmax_scale=0.125)
+    assert ((lse - exact) / exact).abs().max() < 2e-6

@@ -3,8 +3,8 @@
 `pytest -m gpu -n 0`. Skipped where torch sees no GPU. The other tests of gradients run on a GPU too.
 """
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -244,17 +244,14 @@ def test_tensors_on_a_device_that_is_not_current() -> None:
 
 def test_threads_start_cold_together() -> None:
     given = tensors(190, 190, heads=4, kv_heads=4, head_dim=72)
-    results: list[tuple[Tensor, ...]] = []
-    threads = [threading.Thread(target=lambda: results.append(gradients(*given))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        calls = [threads.submit(gradients, *given) for _ in range(8)]
+        results = [call.result() for call in calls]
     torch.cuda.synchronize()
-    assert len(results) == 8
     assert all(torch.equal(one, other) for found in results for one, other in zip(found, results[0], strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own, on import
 def test_a_compiled_step_gives_the_bits_of_the_eager_one() -> None:
     torch.compiler.reset()
     given = tensors(256, 256)

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 from click.testing import CliRunner
-from replay import ReplayEvaluator, attention_landscape, success
+from replay import ReplayEvaluator, attention_landscape, failure, success
 
 from fa_autotune.cli import main
 from fa_autotune.cli.tune import _Progress
@@ -165,7 +165,9 @@ def test_a_duration_is_read_with_its_unit(text, seconds):
     assert parse_duration_s(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "10", "m", "0s", "-5m", "1.5h", "10m5", "tomorrow"])
+@pytest.mark.parametrize(
+    "text", ["", "10", "m", "0s", "-5m", "1.5h", "10m5", "tomorrow", "9" * 400 + "h", "9" * 5000 + "s"]
+)
 def test_a_duration_without_unit_or_sense_is_refused(text):
     with pytest.raises(FaAutotuneError, match="is no duration"):
         parse_duration_s(text)
@@ -242,6 +244,13 @@ def test_a_job_without_any_winner_exits_with_1(path):
     assert "no candidate ran and gave the right result" in result.stdout
 
 
+def test_a_pipeline_that_found_nothing_is_not_said_to_work(path):
+    fails = {"landscape": lambda candidate, problem: TrialStatus.WRONG_RESULT}
+    result = command("--db", path, device=INTERPRETER, index=None, **fails)
+    assert result.exit_code == 1
+    assert "The pipeline works" not in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -291,30 +300,47 @@ class FakeClock:
         return self.now_s
 
 
-def halfway(time_s=None) -> _Progress:
-    """Progress after one of two trials, which took 10 seconds."""
+def halfway(time_s=None, statuses=(TrialStatus.OK,) * 4) -> _Progress:
+    """Progress after some of eight trials, 10 seconds each."""
     clock = FakeClock()
     progress = _Progress(clock=clock)
-    budget = TuneBudget(trials=2, time_s=time_s)
+    budget = TuneBudget(trials=8, time_s=time_s)
     progress.take(JobStarted(problems=(PREFILL,), device=H200, toolchain=Toolchain(triton="3.7.1"), budget=budget))
-    progress.take(ProblemStarted(problem=PREFILL, number=1, total=1, known=0, trials=2))
+    progress.take(ProblemStarted(problem=PREFILL, number=1, total=1, known=0, trials=8))
     config = default_config(variant_spec(PREFILL.family.kernel_pass, Variant.TMA), PREFILL.family, H200.arch)
     candidate = Candidate(family=PREFILL.family, variant=Variant.TMA, config=config)
-    clock.now_s = 10.0
-    record = success(candidate, PREFILL, 2.0)
-    progress.take(TrialEnded(record=record, best_ms=2.0, counts={TrialStatus.OK: 1}, remaining=1))
+    for status in statuses:
+        clock.now_s += 10.0
+        ok = success(candidate, PREFILL, 2.0)
+        record = ok if status is TrialStatus.OK else failure(candidate, PREFILL, status)
+        progress.take(TrialEnded(record=record, best_ms=2.0, counts={}, remaining=1))
     return progress
 
 
 def test_time_left_follows_the_pace_so_far():
-    assert halfway().time_left_s() == 10.0
+    assert halfway().time_left_s() == 40.0
 
 
 def test_time_left_is_never_more_than_the_time_budget_leaves():
-    assert halfway(time_s=13.0).time_left_s() == 3.0
+    assert halfway(time_s=43.0).time_left_s() == 3.0
 
 
-def test_the_progress_line_tells_counts_best_and_time_left():
+def test_no_time_is_guessed_from_the_first_candidates():
+    assert halfway(statuses=[TrialStatus.OK] * 3).time_left_s() is None
+
+
+def test_progress_tells_time_left_counts_and_best():
     tflops = round(PREFILL.flops / 2.0 / 1e9)
-    line = halfway().line()
-    assert f"1 tried, 1 measured, 0 rejected; {PREFILL.label}: best 2 ms ({tflops} TFLOP/s); about 10s left" in line
+    assert halfway().lines() == [
+        "0/1 problems done, about 40s left",
+        "4 tried: 4 measured, 0 failed",
+        f"{PREFILL.label}: best 2 ms ({tflops} TFLOP/s)",
+    ]
+
+
+def test_progress_tells_what_failed_from_what_was_never_tried():
+    statuses = [TrialStatus.OK, TrialStatus.CRASHED, *[TrialStatus.REJECTED] * 2]
+    assert halfway(statuses=statuses).lines()[1:3] == [
+        "2 tried: 1 measured, 1 failed (crashed 1)",
+        "2 rejected before compiling (rejected 2)",
+    ]

@@ -182,6 +182,8 @@ def test_large_scores_do_not_overflow(variant: Variant) -> None:
     assert failures(family, variant, one_probe(scale=40.0)) == ()
 
 
+# NumPy's word on Triton 3.6, which `launch` silences: here nothing of ours runs the kernel.
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 def test_a_module_runs_by_itself() -> None:
     """The launch() of a generated module needs nothing of ours."""
     family = make_family(causal=True)

@@ -66,9 +66,9 @@ def loads(cold: None, monkeypatch: pytest.MonkeyPatch) -> list[Candidate]:
     loaded: list[Candidate] = []
     load = live_kernels.load_kernel
 
-    def counted(candidate: Candidate, arch: str) -> launch.LoadedKernel:
+    def counted(candidate: Candidate, *where: Any) -> launch.LoadedKernel:
         loaded.append(candidate)
-        return load(candidate, arch)
+        return load(candidate, *where)
 
     monkeypatch.setattr(live_kernels, "load_kernel", counted)
     return loaded
@@ -264,6 +264,13 @@ def test_nan_in_a_key_reaches_only_the_rows_that_see_it() -> None:
 
 
 @runs_kernels
+def test_rows_of_nan_give_nan_without_a_warning() -> None:
+    """Tests run with warnings as errors, so one of numpy's would fail the call."""
+    q, k, v = make(70, 90)
+    assert attention(torch.full_like(q, float("nan")), k, v).isnan().all()
+
+
+@runs_kernels
 def test_two_calls_give_the_same_bits() -> None:
     q, k, v = make(70, 90)
     assert torch.equal(attention(q, k, v, causal=True), attention(q, k, v, causal=True))
@@ -357,7 +364,7 @@ def test_a_scale_that_is_not_finite_is_an_error(scale: float) -> None:
         attention(*make(device=torch.device("cpu")), softmax_scale=scale)
 
 
-@pytest.mark.parametrize("scale", ["large", 1j, torch.ones(2)])
+@pytest.mark.parametrize("scale", ["large", 1j, torch.ones(2), 10**400], ids=["text", "complex", "two", "huge"])
 def test_a_scale_that_is_no_number_is_an_error(scale: Any) -> None:
     with pytest.raises(InvalidProblemError, match=r"softmax_scale=.* is not a number; None means"):
         attention(*make(device=torch.device("cpu")), softmax_scale=scale)
@@ -392,6 +399,11 @@ def every_second_column(tensor: Tensor) -> Tensor:
     return tensor.repeat_interleave(2, dim=3)[..., ::2]
 
 
+def lazily_negated(tensor: Tensor) -> Tensor:
+    """As real parts of conjugated tensors are: memory holds the opposite sign."""
+    return torch._neg_view(-tensor)
+
+
 def columns_first(tensor: Tensor) -> Tensor:
     return tensor.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
 
@@ -406,7 +418,16 @@ def odd_rows(tensor: Tensor) -> Tensor:
     return F.pad(tensor, (0, 1))[..., :-1]
 
 
-VIEWS = (fused, transposed, every_second_row, every_second_column, columns_first, one_element_late, odd_rows)
+VIEWS = (
+    fused,
+    transposed,
+    every_second_row,
+    every_second_column,
+    lazily_negated,
+    columns_first,
+    one_element_late,
+    odd_rows,
+)
 
 
 @runs_kernels
@@ -900,7 +921,7 @@ def on_h200(monkeypatch: pytest.MonkeyPatch, cold: None) -> dict[AttentionProble
         store_misses=stored.update,
     )
     monkeypatch.setattr(live_kernels, "_dispatchers", {0: dispatcher})
-    monkeypatch.setattr(live_kernels, "load_kernel", lambda candidate, arch: candidate)
+    monkeypatch.setattr(live_kernels, "load_kernel", lambda candidate, *where: candidate)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return stored
 
@@ -916,6 +937,15 @@ def test_what_ran_without_a_winner_is_stored_as_a_miss(device: Any, on_h200: dic
 def test_explaining_a_problem_is_no_miss(on_h200: dict[AttentionProblem, int]) -> None:
     assert "NVIDIA H200" in explain(PROBLEM, device="cuda:0")
     assert flush_misses() == 0
+
+
+def test_warmup_puts_the_kernel_on_the_named_gpu(
+    on_h200: dict[AttentionProblem, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[tuple[object, ...]] = []
+    monkeypatch.setattr(live_kernels, "load_kernel", lambda candidate, *where: places.append(where))
+    warmup([PROBLEM], device="cuda:0")
+    assert places == [("sm_90", 0)]
 
 
 def test_nothing_is_loaded_inside_a_capture(

@@ -1,5 +1,6 @@
 """What is built works where there is no checkout."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fa_autotune import paths
+from fa_autotune.database import TuningDatabase
 from fa_autotune.render import render
 from fa_autotune.snapshot import Source, load_snapshot
 
@@ -130,3 +132,13 @@ def test_the_shipped_kernels_are_those_of_the_packs_winners(checkout: Path) -> N
     rendered = {source.name + ".py": source.text for source in map(render, winners)}
     shipped = {path.name: path.read_text() for path in (checkout / "kernels_generated").glob("*.py")}
     assert shipped == rendered  # `fa-autotune render --winners` makes them so
+
+
+def test_each_pack_has_a_text_export_for_reviews(checkout: Path) -> None:
+    packs = sorted((checkout / "tuning_db").glob("*.db"))
+    assert packs
+    for pack in packs:
+        with TuningDatabase(pack, read_only=True) as database:
+            text = database.export_json()
+        # `fa-autotune db export --db PACK --text PACK.json` makes it so.
+        assert json.loads(pack.with_suffix(".json").read_text()) == json.loads(text)

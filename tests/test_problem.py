@@ -52,6 +52,16 @@ def test_parse_reads_keys_too(problem: AttentionProblem) -> None:
 
 
 @given(problems())
+def test_parse_reads_the_labels_that_tables_show(problem: AttentionProblem) -> None:
+    assert AttentionProblem.parse(problem.label) == problem
+
+
+def test_a_label_of_an_unknown_pass_is_refused() -> None:
+    with pytest.raises(InvalidProblemError, match="pass='sideways' is not one of: fwd"):
+        AttentionProblem.parse("sideways bf16 d128 causal 4×32×8×4096×4096")
+
+
+@given(problems())
 def test_the_short_form_names_every_problem(problem: AttentionProblem) -> None:
     family = problem.family
     mask = "causal" if family.bounded_right else "full"

@@ -290,9 +290,16 @@ def test_related_rows_differ_in_access_alone(pack: Path) -> None:
 
 
 def test_every_variant_of_the_registry_can_be_read(pack: Path) -> None:
-    specs = VARIANTS
-    rows = [{**ROW, "variant": spec.variant.value, "config": config_key(next(spec.configs()))} for spec in specs]
-    assert len(read_pack(write_winners(pack, rows)).rows) == len(specs)
+    rows = [
+        {
+            **ROW,
+            "problem_key": PROBLEM.for_pass(spec.kernel_pass).key,
+            "variant": spec.variant.value,
+            "config": config_key(next(spec.configs())),
+        }
+        for spec in VARIANTS
+    ]
+    assert len(read_pack(write_winners(pack, rows)).rows) == len(VARIANTS)
 
 
 # --- our own writer ---------------------------------------------------------------------------------------------------

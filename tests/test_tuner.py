@@ -341,9 +341,13 @@ def test_a_problem_on_which_everything_is_wrong_has_no_winner_and_says_so(databa
     assert summary.results[0].note == "no candidate ran and gave the right result"
 
 
-def test_a_job_on_which_everything_crashes_stops_early_and_names_the_error(database):
-    evaluator = ReplayEvaluator(lambda candidate, problem: TrialStatus.CRASHED)
-    with pytest.raises(FaAutotuneError, match="made to end as crashed"):
+@pytest.mark.parametrize(
+    "status",
+    [TrialStatus.CRASHED, TrialStatus.LAUNCH_FAILED, TrialStatus.COMPILE_FAILED, TrialStatus.TIMED_OUT],
+)
+def test_a_job_on_which_everything_fails_alike_stops_early_and_names_the_error(database, status):
+    evaluator = ReplayEvaluator(lambda candidate, problem: status)
+    with pytest.raises(FaAutotuneError, match=f"made to end as {status}"):
         run([LONG], evaluator, database, budget=TuneBudget(trials=400))
     assert len(evaluator.screened) == 20
 

@@ -1,8 +1,11 @@
 """The `fa-autotune` command: thin click commands, each imported when it is called."""
 
+import errno
+import io
+import sys
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import IO, Any
 
 import click
 
@@ -32,9 +35,15 @@ _SUBCOMMANDS = {
 
 
 class _OurError(click.ClickException):
-    """An error of ours as click shows it: `Error: …` on stderr, exit code 2."""
+    """An error as click shows it: `Error: …` on stderr, exit code 2."""
 
     exit_code = 2
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print it, on a terminal without breaking words."""
+        from fa_autotune.cli.terminal import say
+
+        say(f"Error: {self.format_message()}", err=True)
 
 
 class LazyGroup(click.Group):
@@ -58,11 +67,18 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, _SUBCOMMANDS[name].summary) for name in self.list_commands(ctx)])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; errors of ours become one line on stderr instead of a traceback."""
+        """Run a command; errors of ours and of the file system become one line on stderr instead of a traceback."""
         try:
             return super().invoke(ctx)
         except FaAutotuneError as error:
             raise _OurError(str(error)) from error
+        except OSError as error:
+            if error.errno is None or error.errno == errno.EPIPE:  # click ends quietly where nobody reads on
+                raise
+            named = "" if error.filename is None else f"{error.filename}: "
+            raise _OurError(
+                f"{named}{error.strerror}; see that it is there, may be used, and has space left on its disk"
+            ) from error
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -72,3 +88,5 @@ def main() -> None:
 
     Every command takes --help, and --json for output that programs read.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # tables hold × and –, which not every encoding has

@@ -13,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 from fa_autotune.cli.problem_options import named_problems, problem_options
+from fa_autotune.cli.terminal import print_table, say
 from fa_autotune.errors import FaAutotuneError
 from fa_autotune.models import default_problems
 from fa_autotune.problem import AttentionProblem
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from fa_autotune.bench import BenchReport, BenchRow
 
 DEFAULT_PEERS = "sdpa-cudnn,sdpa-flash,flex"
-_PIPED_WIDTH = 240  # columns of a table that no terminal shows
 _ONLY_HERE = ("output", "as_json")  # say where the figures go, not what they are
 
 
@@ -65,7 +65,9 @@ def bench_command(
     from fa_autotune.bench import bench
 
     run: Callable[..., BenchReport] = ctx.obj or bench
-    report = run(problems, against=peers, device_index=gpu_index, backward=backward, on_problem=_Progress(len(problems)))
+    report = run(
+        problems, against=peers, device_index=gpu_index, backward=backward, on_problem=_Progress(len(problems))
+    )
     command = _command_line(ctx)
     document = json.dumps({"command": command, **report.as_json()}, indent=2)
     if as_json:
@@ -180,7 +182,7 @@ def _write(folder: Path, report: "BenchReport", document: str, text: str) -> lis
         name = f"{stem}-{count}"
     paths = [folder / f"{name}.json", folder / f"{name}.md"]
     for path, content in zip(paths, (document + "\n", text), strict=True):
-        path.write_text(content)
+        path.write_text(content, encoding="utf-8")
     return paths
 
 
@@ -198,21 +200,10 @@ class _Progress:
 
 
 def _print_table(report: "BenchReport") -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     from fa_autotune.bench import table_rows
 
-    console = Console(markup=False, highlight=False)
-    if not console.is_terminal:
-        console = Console(width=_PIPED_WIDTH, markup=False, highlight=False)
-    head, *rows, means = table_rows(report)
-    table = Table(*head, box=box.SIMPLE_HEAD)
-    for row in rows:
-        table.add_row(*row)
-    table.add_section()
-    table.add_row(*means)
-    console.print(table)
+    head, *rows = table_rows(report)
+    speeds = [name for name in head if name.endswith(" TFLOP/s") and not name.startswith("ours ")]
+    print_table(head, rows, optional=[*speeds, "ms", "kernel"], last_apart=True)
     for note in _notes(report):
-        click.echo(note)
+        say(note)

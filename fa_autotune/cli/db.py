@@ -1,25 +1,29 @@
 """`fa-autotune db`: look into the tuning database, and exchange packs. Needs neither torch nor a GPU."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from fa_autotune.cli.terminal import print_table, say
 from fa_autotune.config import config_label
+from fa_autotune.device import INTERPRETER_ARCH
 from fa_autotune.errors import DatabaseError
-from fa_autotune.paths import database_path, packs_dir
+from fa_autotune.paths import database_path, pack_paths
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import TrialStatus, Variant
 
 if TYPE_CHECKING:
-    from fa_autotune.database import ImportSummary, StoredTrial, TuningDatabase, Winner
+    from fa_autotune.database import ImportSummary, LeaderboardEntry, StoredTrial, TuningDatabase, Winner
     from fa_autotune.device import DeviceSpec
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
-_PIPED_WIDTH = 200  # columns of a table that no terminal shows
+_TIMES = ("ms", "TFLOP/s")
+_RESOURCES = ("registers", "spill bytes", "smem bytes")  # the entries' fields, with spaces
 
 _db_option = click.option(
     "--db", "path", type=click.Path(path_type=Path), help="The database. [default: FA_AUTOTUNE_DB, or the user's own]"
@@ -29,7 +33,7 @@ _device_option = click.option(
     "--device", "device_name", help="Only this device: its fingerprint, or a part of its name."
 )
 _problem_option = click.option(
-    "--problem", "problem_text", help="Only this problem: such as 4x32x8x4096x4096x128,causal, or its key."
+    "--problem", "problem_text", help="Only this problem, such as 4x32x8x4096x4096x128,causal."
 )
 _variant_option = click.option(
     "--variant", type=click.Choice([variant.value for variant in Variant]), help="Only this variant."
@@ -55,21 +59,24 @@ def db_group() -> None:
 @db_group.command("info")
 @_options(_db_option, _json_option)
 def info_command(*, path: Path | None, as_json: bool) -> None:
-    """Say what the database holds: rows, devices, toolchains, the last session."""
+    """Say what the database holds.
+
+    Rows, devices, toolchains, and the last session.
+    """
     with closing(_open(path)) as database:
         info = database.info()
     if as_json:
         _print_json(info)
         return
-    click.echo(f"{info.path}  (schema {info.schema_version}, {info.size_bytes / 1024:.0f} KB)")
-    click.echo("rows: " + ", ".join(f"{count} {table}" for table, count in info.counts.items()))
+    say(f"{info.path} (schema {info.schema_version}, {info.size_bytes / 1024:.0f} KB)")
+    say("rows: " + ", ".join(f"{count} {table}" for table, count in info.counts.items()))
     for device in info.devices:
-        click.echo(f"device: {device.name}  {device.fingerprint}")
+        say(f"device: {device.name} ({device.fingerprint})")
     for chain in info.toolchains:
-        click.echo(f"toolchain: triton {chain.triton}, cuda {chain.cuda or '–'}, driver {chain.driver or '–'}")
+        say(f"toolchain: triton {chain.triton}, cuda {chain.cuda or '–'}, driver {chain.driver or '–'}")
     if last := info.last_session:
         started = f"{last.started_at:%Y-%m-%d %H:%M} UTC"
-        click.echo(f"last session: {last.kind}, {last.state}, started {started} on {last.device_fingerprint}")
+        say(f"last session: {last.kind}, {last.state}, started {started} on {last.device_fingerprint}")
 
 
 @db_group.command("path")
@@ -94,7 +101,11 @@ def winners_command(
     path: Path | None,
     as_json: bool,
 ) -> None:
-    """Show the best confirmed config of each device, problem and variant."""
+    """Show the fastest configs that were confirmed.
+
+    One for each device, problem and variant; the dispatcher takes the faster of the variants that serve a call.
+    `error` is the largest error against the reference, as a part of what is allowed.
+    """
     problem, wanted = _problem(problem_text), _variant(variant)
     found: list[tuple[str, Winner]] = []
     for source in _sources(path, with_packs=packs):
@@ -105,8 +116,15 @@ def winners_command(
     if as_json:
         _print_json({"winners": [{"source": source, **_plain(winner)} for source, winner in found]})
         return
-    columns = ["device", "problem", "variant", "config", "ms", "TFLOP/s", "registers", "spills B", "smem B", "error"]
-    _print_table([*columns, "triton", "confirmed", "from"], [_winner_cells(source, winner) for source, winner in found])
+    if not found:
+        click.echo("none")
+    for _, rows in groupby(found, key=lambda row: (row[0], row[1].device_fingerprint)):
+        print_table(
+            ["device", "triton", "from", "problem", "variant", "config", *_TIMES, *_RESOURCES, "error", "confirmed"],
+            [_winner_cells(*row) for row in rows],
+            optional=["confirmed", "registers", "spill bytes", "smem bytes", "error"],
+            common=["device", "triton", "from", "confirmed"],
+        )
 
 
 @db_group.command("trials")
@@ -114,8 +132,9 @@ def winners_command(
     "--status",
     "statuses",
     multiple=True,
+    metavar="STATUS",
     type=click.Choice([status.value for status in TrialStatus]),
-    help="Only these statuses.",
+    help=f"Only this status: {', '.join(TrialStatus)}; may be repeated.",
 )
 @click.option("--summary", is_flag=True, help="Count the trials that failed, by status and constraint.")
 @click.option("--limit", default=50, show_default=True, type=click.IntRange(1), help="The newest N in the table.")
@@ -131,7 +150,10 @@ def trials_command(
     path: Path | None,
     as_json: bool,
 ) -> None:
-    """Show trials in the order in which they ended, or count how they failed."""
+    """Show trials in the order in which they ended.
+
+    With --summary, count how they failed.
+    """
     problem, wanted = _problem(problem_text), _variant(variant)
     only = {TrialStatus(status) for status in statuses} or None
     with closing(_open(path)) as database:
@@ -144,18 +166,25 @@ def trials_command(
     if as_json:
         _print_json({"trials": trials})
         return
-    columns = ["trial", "ended", "device", "problem", "variant", "config", "status", "ms", "why"]
-    _print_table(columns, [_trial_cells(trial) for trial in trials[-limit:]])
+    print_table(
+        ["trial", "ended", "device", "problem", "variant", "config", "status", "ms", "why"],
+        [_trial_cells(trial) for trial in trials[-limit:]],
+        optional=["ms", "variant", "trial", "device", "ended"],
+        common=["device", "problem", "variant"],
+    )
     if len(trials) > limit:
-        click.echo(f"{len(trials) - limit} earlier trials are not shown; see them with --limit {len(trials)}")
+        say(f"{len(trials) - limit} earlier trials are not shown; see them with --limit {len(trials)}")
 
 
 @db_group.command("top")
-@click.option("--problem", "problem_text", required=True, help="Such as 4x32x8x4096x4096x128,causal, or its key.")
+@click.option("--problem", "problem_text", required=True, help="Such as 4x32x8x4096x4096x128,causal.")
 @click.option("--limit", default=10, show_default=True, type=click.IntRange(1), help="How many configs.")
 @_options(_device_option, _db_option, _json_option)
 def top_command(*, problem_text: str, limit: int, device_name: str | None, path: Path | None, as_json: bool) -> None:
-    """Show a problem's fastest configs with what their kernels need."""
+    """Show a problem's fastest configs with what their kernels need.
+
+    First those that were confirmed, then those that were only screened.
+    """
     problem = AttentionProblem.parse(problem_text)
     with closing(_open(path)) as database:
         (device,) = _devices(database, device_name, required=True)
@@ -163,14 +192,13 @@ def top_command(*, problem_text: str, limit: int, device_name: str | None, path:
     if as_json:
         _print_json({"top": entries})
         return
-    columns = ["#", "device", "variant", "config", "ms", "TFLOP/s", "registers", "spills B", "smem B", "compile s"]
     rows = [
         [
             entry.position,
             entry.device_fingerprint,
             entry.candidate.variant.value,
             config_label(entry.candidate.config),
-            *_times(entry.problem, entry.median_ms),
+            *_times(entry),
             *_resources(entry),
             "–" if entry.compile_s is None else f"{entry.compile_s:.1f}",
             _shown(entry.max_error_ratio, ".2f"),
@@ -178,14 +206,22 @@ def top_command(*, problem_text: str, limit: int, device_name: str | None, path:
         ]
         for entry in entries
     ]
-    _print_table([*columns, "error", "measured"], rows)
+    print_table(
+        ["#", "device", "variant", "config", *_TIMES, *_RESOURCES, "compile s", "error", "measured"],
+        rows,
+        optional=["measured", "registers", "spill bytes", "smem bytes", "compile s", "error"],
+        common=["device", "variant"],
+    )
 
 
 @db_group.command("misses")
 @click.option("--clear", is_flag=True, help="Forget them once they are shown.")
 @_options(_device_option, _db_option, _json_option)
 def misses_command(*, clear: bool, device_name: str | None, path: Path | None, as_json: bool) -> None:
-    """Show the problems that were dispatched without a winner of their own."""
+    """Show the problems that ran without a winner of their own.
+
+    `fa-autotune tune --missed` tunes them.
+    """
     with closing(_open(path, writable=clear)) as database:
         (device,) = _devices(database, device_name, required=True)
         misses = database.misses(device=device)
@@ -197,7 +233,7 @@ def misses_command(*, clear: bool, device_name: str | None, path: Path | None, a
     rows = [
         [miss.count, miss.problem.label, miss.device_fingerprint, f"{miss.last_seen:%Y-%m-%d %H:%M}"] for miss in misses
     ]
-    _print_table(["count", "problem", "device", "last seen, UTC"], rows)
+    print_table(["count", "problem", "device", "last seen, UTC"], rows, common=["device"])
 
 
 @db_group.command("export")
@@ -208,7 +244,10 @@ def misses_command(*, clear: bool, device_name: str | None, path: Path | None, a
 def export_command(
     *, target: Path | None, everything: bool, text: bool, device_name: str | None, path: Path | None, as_json: bool
 ) -> None:
-    """Write a read-only pack to TARGET, or JSON text to TARGET or the screen."""
+    """Write a read-only pack, or JSON text.
+
+    A pack goes to TARGET, text to TARGET or the screen.
+    """
     if target is None and not text:
         raise click.UsageError("name the pack to write, such as my_gpu.db, or ask for --text")
     with closing(_open(path)) as database:
@@ -233,7 +272,10 @@ def export_command(
 @click.argument("sources", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="PACK...")
 @_options(_db_option, _json_option)
 def import_command(*, sources: Sequence[Path], path: Path | None, as_json: bool) -> None:
-    """Add packs to the database. Importing again changes nothing; a pack with a bad row is refused whole."""
+    """Add packs to the database.
+
+    Importing again changes nothing; a pack with a bad row is refused whole.
+    """
     _import(path or database_path(), sources, as_json=as_json)
 
 
@@ -242,7 +284,10 @@ def import_command(*, sources: Sequence[Path], path: Path | None, as_json: bool)
 @click.argument("sources", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="SOURCE...")
 @_options(_json_option)
 def merge_command(*, target: Path, sources: Sequence[Path], as_json: bool) -> None:
-    """Add the trials of all SOURCEs to the database TARGET, which is created if need be."""
+    """Add the trials of several databases to one.
+
+    All SOURCEs go to TARGET, which is created if need be.
+    """
     _import(target, sources, as_json=as_json)
 
 
@@ -272,9 +317,15 @@ def _open(path: Path | None, *, writable: bool = False) -> "TuningDatabase":
 
 
 def _sources(path: Path | None, *, with_packs: bool) -> list[Path]:
-    own = path or database_path()
-    packs = sorted(packs_dir().glob("*.db")) if with_packs else []
-    return [own, *packs] if path or own.exists() or not packs else packs
+    own, packs = path or database_path(), pack_paths()
+    if path or own.exists() or not packs:
+        return [own, *packs] if with_packs else [own]
+    if with_packs:
+        return packs
+    raise DatabaseError(
+        f"there is no tuning database at {own}; create one with `fa-autotune tune`, name another with --db FILE, or "
+        "see the shipped winners with --packs"
+    )
 
 
 def _devices(database: "TuningDatabase", name: str | None, *, required: bool) -> "list[DeviceSpec | None]":
@@ -311,15 +362,15 @@ def _variant(name: str | None) -> Variant | None:
 def _winner_cells(source: str, winner: "Winner") -> list[object]:
     return [
         winner.device_name,
+        winner.toolchain.triton,
+        source,
         winner.problem.label,
         winner.candidate.variant.value,
         config_label(winner.candidate.config),
-        *_times(winner.problem, winner.median_ms),
+        *_times(winner),
         *_resources(winner),
         _shown(winner.max_error_ratio, ".2f"),
-        winner.toolchain.triton,
         f"{winner.confirmed_at:%Y-%m-%d}",
-        source,
     ]
 
 
@@ -343,7 +394,6 @@ def _print_rejections(counts: Sequence[Any], *, as_json: bool) -> None:
     if as_json:
         _print_json({"rejections": counts})
         return
-    columns = ["trials", "device", "problem", "variant", "status", "constraint"]
     rows: list[list[object]] = [
         [
             row.trials,
@@ -355,15 +405,22 @@ def _print_rejections(counts: Sequence[Any], *, as_json: bool) -> None:
         ]
         for row in counts
     ]
-    _print_table(columns, rows)
+    print_table(
+        ["trials", "device", "problem", "variant", "status", "constraint"],
+        rows,
+        common=["device", "problem", "variant", "status"],
+    )
 
 
-def _times(problem: AttentionProblem, median_ms: float) -> list[object]:
-    return [f"{median_ms:.4f}", _shown(problem.tflops(median_ms), ".1f")]
+def _times(entry: "Winner | LeaderboardEntry") -> list[object]:
+    """The cells of _TIMES. The interpreter's speed means nothing."""
+    interpreted = entry.device_fingerprint.split("/")[0] == INTERPRETER_ARCH
+    tflops = "–" if interpreted else _shown(entry.problem.tflops(entry.median_ms), ".1f")
+    return [f"{entry.median_ms:.4f}", tflops]
 
 
-def _resources(entry: Any) -> list[object]:
-    return [_shown(getattr(entry, name)) for name in ("registers", "spill_bytes", "smem_bytes")]
+def _resources(entry: "Winner | LeaderboardEntry") -> list[object]:
+    return [_shown(getattr(entry, name.replace(" ", "_"))) for name in _RESOURCES]
 
 
 def _shown(value: float | None, style: str = "") -> str:
@@ -382,21 +439,3 @@ def _print_json(value: object) -> None:
     from fa_autotune.database import to_json
 
     click.echo(json.dumps(to_json(value), indent=2))
-
-
-def _print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PIPED_WIDTH)
-    table = Table(*columns, box=box.SIMPLE_HEAD)
-    for row in rows:  # as Text: what a database holds is never read as markup
-        table.add_row(*(Text(str(cell)) for cell in row))
-    if table.row_count:
-        console.print(table)
-    else:
-        click.echo("none")

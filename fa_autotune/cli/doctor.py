@@ -17,6 +17,7 @@ from pathlib import Path
 import click
 
 from fa_autotune import __version__, paths
+from fa_autotune.cli.terminal import say
 from fa_autotune.device import DeviceSpec
 from fa_autotune.dispatch import parse_triton_version
 from fa_autotune.errors import FaAutotuneError
@@ -116,7 +117,7 @@ class DoctorReport:
 
 
 @click.command("doctor")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_context
 def doctor_command(ctx: click.Context, *, as_json: bool) -> None:
     """Say what is here, what works, and what would go wrong.
@@ -124,7 +125,10 @@ def doctor_command(ctx: click.Context, *, as_json: bool) -> None:
     Exit code 0 if attention runs on this machine, tuned or not; 1 if it does not.
     """
     report = examine(look_round())
-    click.echo(json.dumps(asdict(report), indent=2) if as_json else "\n".join(show(report)))
+    if as_json:
+        click.echo(json.dumps(asdict(report), indent=2))
+    else:
+        say("\n".join(show(report)))
     if report.verdict is Verdict.BROKEN:
         ctx.exit(1)
 
@@ -135,7 +139,7 @@ def doctor_command(ctx: click.Context, *, as_json: bool) -> None:
 def look_round() -> Machine:
     """Ask the machine. A part that is missing or broken is an answer, not an error."""
     devices, driver, cuda, torch_error = _ask_torch()
-    database, packs = paths.database_path(), tuple(sorted(paths.packs_dir().glob("*.db")))
+    database, packs = paths.database_path(), tuple(paths.pack_paths())
     return Machine(
         versions={**_package_versions(), "driver": driver, "cuda": cuda},
         torch_error=torch_error,
@@ -330,9 +334,9 @@ def _fatal(text: str, next_step: str) -> Finding:
 
 def _writable(path: Path) -> bool:
     """True if a file or folder can be written, or made where the first folder above it exists."""
-    if path.exists():
+    if os.path.exists(path):  # as Path.exists, but false where a folder above may not be entered
         return os.access(path, os.W_OK)
-    above = next(parent for parent in path.absolute().parents if parent.exists())
+    above = next(parent for parent in path.absolute().parents if os.path.exists(parent))
     return above.is_dir() and os.access(above, os.W_OK | os.X_OK)
 
 

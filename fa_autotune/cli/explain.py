@@ -6,10 +6,12 @@ from pathlib import Path
 
 import click
 
+from fa_autotune.cli.render import render_call
+from fa_autotune.cli.terminal import say
 from fa_autotune.device import INTERPRETER, INTERPRETER_ARCH, KNOWN_DEVICES, DeviceSpec, known_device
-from fa_autotune.dispatch import decide, pack_paths, rendered_digest
+from fa_autotune.dispatch import decide, rendered_digest
 from fa_autotune.errors import FaAutotuneError
-from fa_autotune.paths import database_path
+from fa_autotune.paths import database_path, pack_paths
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.snapshot import load_snapshot
 
@@ -18,9 +20,7 @@ _TRITON_PACKAGES = ("triton", "pytorch-triton-rocm", "pytorch-triton")
 
 
 @click.command("explain")
-@click.option(
-    "--problem", "problem_text", required=True, help="Such as 4x32x8x4096x4096x128,causal, or a problem's key."
-)
+@click.option("--problem", "problem_text", required=True, help="Such as 4x32x8x4096x4096x128,causal.")
 @click.option(
     "--device",
     "device_name",
@@ -29,7 +29,12 @@ _TRITON_PACKAGES = ("triton", "pytorch-triton-rocm", "pytorch-triton")
     help=f"{LIVE} for this machine's first GPU, or one of: {', '.join(KNOWN_DEVICES)}, {INTERPRETER_ARCH}.",
 )
 @click.option("--triton", "triton_version", help="Decide as if this Triton were installed, such as 3.7.1.")
-@click.option("--db", "db_path", type=click.Path(path_type=Path), help="The user's database. [default: FA_AUTOTUNE_DB]")
+@click.option(
+    "--db",
+    "db_path",
+    type=click.Path(path_type=Path),
+    help="The database. [default: FA_AUTOTUNE_DB, or the user's own]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def explain_command(
     *, problem_text: str, device_name: str, triton_version: str | None, db_path: Path | None, as_json: bool
@@ -53,9 +58,10 @@ def explain_command(
         notes = {"notes": list(snapshot.notes), "snapshot": snapshot.content_hash, "device": device.name}
         click.echo(json.dumps({**decision.as_json(), **notes}, indent=2))
         return
-    click.echo(decision.describe())
+    say(decision.describe())
+    click.echo(f"  source  {render_call(problem_text, decision.candidate)}")  # not broken into lines, to be copied
     for note in snapshot.notes:
-        click.echo(f"  note    {note}")
+        say(f"  note    {note}")
 
 
 def _device(name: str) -> DeviceSpec:

@@ -1,6 +1,7 @@
 """`fa-autotune render`: one generated kernel, for reading or for a file."""
 
 import json
+import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from fa_autotune.problem import AttentionFamily, AttentionProblem
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.variants import VariantSpec, default_config, variant_spec
 
+DEFAULT_DEVICE = "h200"
+
 
 @click.command("render")
-@click.option("--problem", metavar="TEXT", help="For example 4x32x8x4096x4096x128,causal.")
+@click.option("--problem", metavar="TEXT", help="Such as 4x32x8x4096x4096x128,causal.")
 @click.option(
     "--variant",
     type=click.Choice([variant.value for variant in Variant]),
@@ -27,7 +30,7 @@ from fa_autotune.variants import VariantSpec, default_config, variant_spec
 @click.option(
     "--device",
     metavar="NAME",
-    default="h200",
+    default=DEFAULT_DEVICE,
     show_default=True,
     help="A known GPU, such as a100; its untuned default gives the knobs that --config leaves open.",
 )
@@ -40,7 +43,8 @@ def render_command(
 ) -> None:
     """Print one generated kernel, or write the shipped winners'.
 
-    Without --config the kernel has the config that an untuned call would use. Nothing is compiled or run.
+    Without --config the kernel has the config that an untuned call would use. The last line of `fa-autotune explain`
+    is the command that prints a tuned one. Nothing is compiled or run.
     """
     if (problem is None) != winners:
         raise click.UsageError("give --problem, for example --problem 4x32x8x4096x4096x128,causal, or else --winners")
@@ -67,6 +71,17 @@ def render_one(problem: str, variant: Variant, device: DeviceSpec, config: str, 
     return json.dumps({**asdict(source), "config": asdict(chosen)}, indent=2) + "\n" if as_json else source.text
 
 
+def render_call(problem: str, candidate: Candidate) -> str:
+    """The command that prints a candidate's kernel."""
+    words = ["fa-autotune", "render", "--problem", problem, "--variant", candidate.variant.value]
+    spec = variant_spec(candidate.family.kernel_pass, candidate.variant)
+    default = asdict(default_config(spec, candidate.family, known_device(DEFAULT_DEVICE).arch))
+    chosen = asdict(candidate.config)
+    if knobs := {name: value for name, value in chosen.items() if value != default[name]}:
+        words += ["--config", json.dumps(knobs, separators=(",", ":"))]
+    return shlex.join(words)
+
+
 def write_winners() -> list[Path]:
     """Make the checkout's kernels_generated/ hold the kernels of the packs' winners and no other."""
     from fa_autotune.generated import write_exactly
@@ -75,7 +90,7 @@ def write_winners() -> list[Path]:
     folder = paths.shipped_kernels_dir()
     if not folder.is_dir():
         raise FaAutotuneError(f"{folder} is not there: --winners is for a checkout; give --problem to print a kernel")
-    snapshot = load_snapshot(paths.database_path(), sorted(paths.packs_dir().glob("*.db")))
+    snapshot = load_snapshot(paths.database_path(), paths.pack_paths())
     return write_exactly((row.candidate for row in snapshot.rows if row.source is Source.PACK), folder)
 
 

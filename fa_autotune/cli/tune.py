@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fa_autotune.cli.problem_options import named_problems, problem_options
+from fa_autotune.cli.terminal import print_table, say
 from fa_autotune.config import config_label
 from fa_autotune.device import INTERPRETER_ARCH
 from fa_autotune.problem import AttentionProblem, parse_passes
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 PLAIN_EVERY_S = 10.0
 TOP_REASONS = 3
-_PIPED_WIDTH = 200
+ENOUGH_FOR_A_PACE = 4  # candidates; the first ones wait for processes to start
 _INTERPRETER_BANNER = (
     "There is no GPU that torch can use: this runs the same pipeline on Triton's interpreter, with tiny problems.\n"
     "It checks that everything works. Its times say nothing about any GPU, and no GPU ever uses its results."
@@ -43,7 +44,10 @@ _INTERPRETER_BANNER = (
 @click.option("--time-budget", help="For all problems together, such as 90s, 10m or 1h30m. [default: none]")
 @click.option("--gpu", "gpu_index", type=click.IntRange(min=0), help="Index of the GPU. [default: 0]")
 @click.option(
-    "--db", "db_path", type=click.Path(path_type=Path), help="The database. [default: FA_AUTOTUNE_DB, or yours]"
+    "--db",
+    "db_path",
+    type=click.Path(path_type=Path),
+    help="The database. [default: FA_AUTOTUNE_DB, or the user's own]",
 )
 @click.option(
     "--resume", is_flag=True, help="Go on with a job that was killed: what was tried counts, nothing is repeated."
@@ -119,7 +123,8 @@ class _Progress:
     current: AttentionProblem | None = None
     best_ms: float | None = None
     statuses: Counter[TrialStatus] = field(default_factory=Counter)
-    reasons: Counter[str] = field(default_factory=Counter)
+    rejected_by: Counter[str] = field(default_factory=Counter)
+    failed_by: Counter[str] = field(default_factory=Counter)
     confirming: int = 0
 
     def take(self, event: "TuneEvent") -> None:
@@ -138,10 +143,12 @@ class _Progress:
                 self.current, self.best_ms, self.confirming = event.record.problem, event.best_ms, 0
                 status = event.record.status
                 self.statuses[status] += 1
-                if status is not TrialStatus.OK:
-                    self.reasons[event.record.constraint or status.value] += 1
-                if status is not TrialStatus.REJECTED:
+                if status is TrialStatus.REJECTED:
+                    self.rejected_by[event.record.constraint or status.value] += 1
+                else:
                     self.remaining[self.current] -= 1
+                    if status is not TrialStatus.OK:
+                        self.failed_by[event.record.constraint or status.value] += 1
             case ConfirmStarted():
                 self.current, self.confirming = event.problem, len(event.finalists)
             case ProblemFinished():
@@ -154,27 +161,29 @@ class _Progress:
         return self.statuses.total() - self.statuses[TrialStatus.REJECTED]
 
     def time_left_s(self) -> float | None:
-        """A guess from the pace so far, at most what the time budget leaves; None before anything was measured."""
+        """A guess from the pace so far, at most what the time budget leaves; None before there is a pace."""
         elapsed_s = self.clock() - self.started_s
         left = [] if self.time_budget_s is None else [max(0.0, self.time_budget_s - elapsed_s)]
-        if self.evaluated:
+        if self.evaluated >= ENOUGH_FOR_A_PACE:
             left.append(elapsed_s / self.evaluated * sum(max(0, trials) for trials in self.remaining.values()))
         return min(left, default=None)
 
-    def line(self) -> str:
-        """Everything in one line."""
-        ok = self.statuses[TrialStatus.OK]
-        parts = [f"{len(self.results)}/{self.total} problems done"]
-        parts.append(f"{self.statuses.total()} tried, {ok} measured, {self.statuses.total() - ok} rejected")
-        if self.reasons:
-            parts[-1] += f" ({', '.join(f'{name} {count}' for name, count in self.reasons.most_common(TOP_REASONS))})"
-        if self.current is not None:
-            doing = (
-                f"confirming {self.confirming}" if self.confirming else f"best {self.speed(self.current, self.best_ms)}"
-            )
-            parts.append(f"{self.current.label}: {doing}")
+    def lines(self) -> list[str]:
+        """How far the job is, what became of the candidates, and the problem at hand."""
         left_s = self.time_left_s()
-        return "; ".join(parts if left_s is None else [*parts, f"about {_duration(left_s)} left"])
+        lines = [f"{len(self.results)}/{self.total} problems done"]
+        if left_s is not None:
+            lines[0] += f", about {_duration(left_s)} left"
+        ok, failed = self.statuses[TrialStatus.OK], self.failed_by
+        lines.append(f"{self.evaluated} tried: {ok} measured, {failed.total()} failed{_most_common(failed)}")
+        if rejected := self.rejected_by:
+            lines.append(f"{rejected.total()} rejected before compiling{_most_common(rejected)}")
+        if self.current is not None:
+            best = self.speed(self.current, self.best_ms)
+            lines.append(
+                f"{self.current.label}: " + (f"confirming {self.confirming}" if self.confirming else f"best {best}")
+            )
+        return lines
 
     def speed(self, problem: AttentionProblem, time_ms: float | None) -> str:
         """Milliseconds and TFLOP/s; of the interpreter only the former."""
@@ -205,10 +214,10 @@ def _shown(progress: _Progress) -> "Iterator[Callable[[TuneEvent], None]]":
         elif isinstance(event, ProblemFinished):
             _say(console, f"[{len(progress.results)}/{progress.total}] {_outcome(progress, event.result)}")
         if live is not None:
-            live.update(Text(progress.line()))
+            live.update(Text("\n".join(progress.lines())))
         elif progress.clock() - last_line_s >= PLAIN_EVERY_S:
             last_line_s = progress.clock()
-            _say(console, progress.line())
+            _say(console, "; ".join(progress.lines()))
 
     if live is None:
         yield on_event
@@ -218,8 +227,8 @@ def _shown(progress: _Progress) -> "Iterator[Callable[[TuneEvent], None]]":
 
 
 def _say(console: Any, text: str) -> None:
-    """A line as it is: no markup, no wrapping to the width of a pipe."""
-    console.print(text, markup=False, soft_wrap=True)
+    """A line above the live ones: no markup, and no wrapping to the width of a pipe."""
+    console.print(text, markup=False, soft_wrap=not console.is_terminal)
 
 
 def _outcome(progress: _Progress, result: "ProblemResult") -> str:
@@ -233,6 +242,11 @@ def _outcome(progress: _Progress, result: "ProblemResult") -> str:
     return ", ".join([*words, result.note] if result.note else words)
 
 
+def _most_common(reasons: Counter[str]) -> str:
+    named = ", ".join(f"{name} {count}" for name, count in reasons.most_common(TOP_REASONS))
+    return f" ({named}{', …' if len(reasons) > TOP_REASONS else ''})" if named else ""
+
+
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
@@ -242,19 +256,12 @@ def _duration(seconds: float) -> str:
 
 
 def _print_results(progress: _Progress, database: Path | None) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(width=_PIPED_WIDTH, highlight=False)
-    table = Table("problem", "variant", "config", "ms", "TFLOP/s", "vs default", box=box.SIMPLE_HEAD)
-    for result in progress.results:
-        table.add_row(*_row(progress, result))
     if progress.results:
-        console.print(table)
-    _say(console, _closing(progress, database))
+        columns = ["problem", "variant", "config", "ms", "TFLOP/s", "vs default"]
+        shown = len(columns) - 2 if progress.interpreted else len(columns)
+        rows = [_row(progress, result)[:shown] for result in progress.results]
+        print_table(columns[:shown], rows, optional=["TFLOP/s", "vs default"])
+    say(_closing(progress, database))
 
 
 def _row(progress: _Progress, result: "ProblemResult") -> list[str]:
@@ -271,12 +278,16 @@ def _row(progress: _Progress, result: "ProblemResult") -> list[str]:
 
 
 def _closing(progress: _Progress, database: Path | None) -> str:
+    from fa_autotune.paths import database_path
+
     won = sum(bool(result.winners) for result in progress.results)
     text = f"{won} of {progress.total} problems have winners in {database}; {progress.evaluated} candidates were tried."
+    if won:
+        text += f" `fa-autotune db winners{'' if database == database_path() else f' --db {database}'}` shows them."
     if progress.state == "interrupted":
         usable = "The winners are usable now; the" if won else "The"
         text = f"Interrupted. {text} {usable} same command with --resume goes on and repeats nothing."
-    elif progress.interpreted:
+    elif progress.interpreted and won:
         text += " The pipeline works; with a GPU the same command tunes it."
     return text
 

@@ -22,11 +22,15 @@ _MAX_VALUE_BYTES = 2**20
 
 @contextmanager
 def translated(where: str) -> Iterator[None]:
-    """Turn SQLite's errors into DatabaseError."""
+    """Turn errors of SQLite and of the file system into DatabaseError."""
     try:
         yield
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter where SQLite's own message quotes broken text
         raise DatabaseError(f"{where}: {error}; {_next_step(str(error))}") from error
+    except OSError as error:
+        raise DatabaseError(
+            f"{where}: {error.strerror or error}; name a file that can be used with FA_AUTOTUNE_DB or --db FILE"
+        ) from error
 
 
 @contextmanager
@@ -67,11 +71,12 @@ def open_read_only(path: Path) -> sqlite3.Connection:
     Nothing is created beside the file unless it is a live WAL database.
     """
     _require_sqlite()
-    if not path.is_file():
-        raise DatabaseError(
-            f"there is no tuning database at {path}; create one with `fa-autotune tune`, or name another with --db FILE"
-        )
     with translated(str(path)):
+        if not path.is_file():
+            raise DatabaseError(
+                f"there is no tuning database at {path}; create one with `fa-autotune tune`, or name another with "
+                "--db FILE"
+            )
         connection = _connect_read_only(path)
         try:
             if not _is_current(connection, str(path)):

@@ -61,6 +61,7 @@ from fa_autotune.database.writing import (
 )
 from fa_autotune.device import DeviceSpec, Toolchain
 from fa_autotune.errors import DatabaseError, InvalidProblemError
+from fa_autotune.paths import expanded
 from fa_autotune.problem import AttentionProblem, canonical_json
 from fa_autotune.records import TrialRecord, TrialStatus, Variant
 from fa_autotune.schema import SCHEMA_VERSION
@@ -90,7 +91,7 @@ class TuningDatabase:
     """
 
     def __init__(self, path: Path | str, *, read_only: bool = False) -> None:
-        self.path = None if str(path) == MEMORY else Path(path).expanduser()
+        self.path = None if str(path) == MEMORY else expanded(path)
         self._where = str(self.path or MEMORY)
         self._connection = open_read_only(self.path) if self.path and read_only else open_writable(self.path)
 
@@ -250,12 +251,9 @@ class TuningDatabase:
         self, problem: AttentionProblem, *, device: DeviceSpec | None = None, limit: int = 10
     ) -> list[LeaderboardEntry]:
         """The best `limit` configs of a problem on each device and in each regime, the fastest first."""
-        filters = {
-            "problem_key": problem.key,
-            "device_fingerprint": _fingerprint(device),
-            "position": range(1, limit + 1),
-        }
-        return self._read_view(LEADERBOARD_SQL, filters, leaderboard_from)
+        filters = {"problem_key": problem.key, "device_fingerprint": _fingerprint(device)}
+        best = f"SELECT * FROM ({LEADERBOARD_SQL}) WHERE position <= {int(limit)}"
+        return self._read_view(best, filters, leaderboard_from)
 
     def rejections(
         self,
@@ -322,7 +320,7 @@ class TuningDatabase:
             if winners_only:
                 content = packs.of_winners(content, self._connection)
         with translated(str(target)):
-            packs.write_pack(content, Path(target).expanduser())
+            packs.write_pack(content, expanded(target))
         return len(content.trials)
 
     def export_json(self, *, device: DeviceSpec | None = None, winners_only: bool = True) -> str:
@@ -343,7 +341,7 @@ class TuningDatabase:
         All of it or nothing: a row that is not a plain tuning record is an InvalidPackError. Importing again changes
         nothing. Misses stay where they are.
         """
-        source = Path(source).expanduser()
+        source = expanded(source)
         if self.path and source.exists() and self.path.samefile(source):
             raise DatabaseError(f"{source} is the database itself; name another file to import")
         with closing(open_read_only(source)) as other, translated(str(source)):

@@ -38,7 +38,7 @@ BATCH_SIZE = 8  # candidates; smaller ones learn more from each other, larger on
 MAX_BATCHES_AHEAD = 3
 MAX_NEIGHBOR_WINNERS = 4
 MAX_FATAL_IN_A_ROW = 20
-_FATAL = (TrialStatus.CRASHED, TrialStatus.LAUNCH_FAILED)
+_FATAL = (TrialStatus.CRASHED, TrialStatus.LAUNCH_FAILED, TrialStatus.COMPILE_FAILED, TrialStatus.TIMED_OUT)
 
 
 def tune(

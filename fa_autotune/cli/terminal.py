@@ -1,0 +1,118 @@
+"""How commands show things: text that breaks between words, tables whose cells stay readable in a narrow terminal."""
+
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import click
+
+PIPED_WIDTH = 240  # columns of a table that no terminal shows
+_GAP = 2  # columns between two cells
+_LONGEST_WORD = 28  # a longer one may be broken
+_COMFORT = 24  # rather leave out a column than break another's cells into shorter lines
+_LABEL = re.compile(r"\s*\S+(?: \S+)*?:?\s{2,}(?=\S)|\s*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Which columns of a table are shown how wide, and which found no room."""
+
+    widths: dict[str, int]
+    left_out: tuple[str, ...]
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print lines; in a terminal they break between words, and what follows a label is indented as its text is."""
+    if width := terminal_width(err=err):
+        text = "\n".join(wrapped(line, width) for line in text.splitlines())
+    click.echo(text, err=err)
+
+
+def terminal_width(*, err: bool = False) -> int | None:
+    """Columns of the terminal that shows stdout or stderr; None if that is a pipe or a file."""
+    return shutil.get_terminal_size().columns if (sys.stderr if err else sys.stdout).isatty() else None
+
+
+def wrapped(line: str, width: int) -> str:
+    """A line in as many as it needs. No word is broken, so that paths and commands can be copied."""
+    label = _LABEL.match(line)
+    indent = len(label[0]) if label and label[0].strip() else len(line) - len(line.lstrip()) + 2
+    return textwrap.fill(
+        line,
+        width,
+        subsequent_indent=" " * min(indent, width // 3),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    optional: Sequence[str] = (),
+    common: Sequence[str] = (),
+    last_apart: bool = False,
+) -> None:
+    """Print a table, or `none`.
+
+    A column of `common` that says the same in every row is said once above. In a terminal that is too narrow, columns
+    of `optional` are left out, the last first, and a line below names them. `last_apart` sets off the last row.
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    if not cells:
+        click.echo("none")
+        return
+    alike = [name for name in common if len({row[columns.index(name)] for row in cells}) == 1]
+    if alike:
+        say(" · ".join(f"{name} {cells[0][columns.index(name)]}" for name in alike))
+    table = {name: [row[place] for row in cells] for place, name in enumerate(columns) if name not in alike}
+    layout = fit(table, terminal_width() or PIPED_WIDTH, optional)
+    _print_rich({name: table[name] for name in layout.widths}, layout.widths, last_apart=last_apart)
+    if layout.left_out:
+        say(f"left out for want of room: {', '.join(layout.left_out)}; a wider terminal or a pipe shows them")
+
+
+def fit(table: dict[str, list[str]], width: int, optional: Sequence[str] = ()) -> Layout:
+    """The columns that fit and their widths; as the last resort no narrower than their words, whatever the width."""
+    widths = {name: max(map(len, [name, *cells])) for name, cells in table.items()}
+    words = {name: _longest_word([name, *cells]) for name, cells in table.items()}
+    lines = {name: max(words[name], min(max(map(len, cells)), _COMFORT)) for name, cells in table.items()}
+    droppable = [name for name in optional if name in table]
+    while droppable and _total(lines[name] for name in widths) > width:
+        del widths[droppable.pop()]
+    for least in (lines, words):
+        while _total(widths.values()) > width and (spare := [name for name in widths if widths[name] > least[name]]):
+            widths[max(spare, key=widths.__getitem__)] -= 1
+    return Layout(widths=widths, left_out=tuple(name for name in table if name not in widths))
+
+
+def _total(widths: Iterable[int]) -> int:
+    return sum(width + _GAP for width in widths) - _GAP
+
+
+def _longest_word(cells: Iterable[str]) -> int:
+    return min(_LONGEST_WORD, max((len(word) for cell in cells for word in cell.split()), default=1))
+
+
+def _print_rich(table: dict[str, list[str]], widths: dict[str, int], *, last_apart: bool) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(width=_total(widths.values()), highlight=False)
+    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
+    for name, column_width in widths.items():
+        drawn.add_column(Text(name), width=column_width, overflow="fold")
+    rows = list(zip(*table.values(), strict=True))
+    for row in rows:  # as Text: what a database holds is never read as markup
+        if last_apart and row is rows[-1]:
+            drawn.add_section()
+        drawn.add_row(*map(Text, row))
+    console.print()
+    console.print(drawn)
+    console.print()

@@ -1,0 +1,149 @@
+"""Every template compiles for every arch that its variant supports, and passes the gates there."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import triton
+
+from fa_autotune.compiler import CompilePool, CompileRequest, CompileResult
+from fa_autotune.device import KNOWN_DEVICES
+from fa_autotune.generated import write_module
+from fa_autotune.problem import Access, AttentionFamily, DType, Pass
+from fa_autotune.records import Candidate, TrialStatus, Variant
+from fa_autotune.render import render
+from fa_autotune.variants import (
+    VARIANTS,
+    VariantSpec,
+    compile_form,
+    default_config,
+    seed_configs,
+    supported_variants,
+    variant_spec,
+)
+
+pytestmark = pytest.mark.kernel
+
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
+LIKE_SM_80 = ("sm_86", "sm_89")  # the same code but for the arch's name
+SMALLEST_SMEM_BYTES = 64 * 1024  # a default must fit it anywhere
+H200 = KNOWN_DEVICES["h200"]
+TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+Compile = Callable[[Sequence[Candidate], str, int], list[CompileResult]]
+
+
+def make_family(
+    head_dim: int,
+    head_dim_v: int | None = None,
+    *,
+    causal: bool = False,
+    dtype: DType = DType.BFLOAT16,
+    access: Access = Access.TMA,
+) -> AttentionFamily:
+    return AttentionFamily(
+        dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v or head_dim, bounded_right=causal, access=access
+    )
+
+
+def make_families(arch: str) -> list[AttentionFamily]:
+    dtype = DType.FLOAT16 if arch == "sm_75" else DType.BFLOAT16  # Turing multiplies no bfloat16
+    families = [
+        make_family(64, causal=True, dtype=dtype),
+        make_family(256, causal=True, dtype=dtype),
+        make_family(64, dtype=dtype, access=Access.ANY),
+    ]
+    if arch in LIKE_SM_80:
+        return families
+    return [
+        *families,
+        make_family(128, dtype=dtype),
+        make_family(96, causal=True, dtype=dtype),
+        make_family(192, 128, causal=True, dtype=dtype),
+    ]
+
+
+def variants_of(family: AttentionFamily, arch: str) -> list[VariantSpec]:
+    return supported_variants(family, arch, TRITON_VERSION)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
+    """Compile candidates side by side, for an arch with so many bytes of shared memory."""
+    folder = tmp_path_factory.mktemp("kernels")
+    with CompilePool(2, deadline_s=240.0) as pool:
+
+        def compile_all(candidates: Sequence[Candidate], arch: str, smem_limit_bytes: int) -> list[CompileResult]:
+            requests = [
+                CompileRequest(
+                    module_path=write_module(render(candidate), folder),
+                    arch=arch,
+                    form=compile_form(candidate.family),
+                    variant=candidate.variant,
+                    smem_limit_bytes=smem_limit_bytes,
+                )
+                for candidate in candidates
+            ]
+            return [future.result() for future in map(pool.submit, requests)]
+
+        yield compile_all
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_defaults_compile_and_pass_all_gates_in_64_kb(arch: str, compiled: Compile) -> None:
+    candidates = [
+        Candidate(family=family, variant=spec.variant, config=default_config(spec, family, arch))
+        for family in make_families(arch)
+        for spec in variants_of(family, arch)
+    ]
+    results = compiled(candidates, arch, SMALLEST_SMEM_BYTES)
+    failed = {
+        f"{candidate.family.label} {candidate.variant}": (result.status.value, result.gate, result.error)
+        for candidate, result in zip(candidates, results, strict=True)
+        if result.status is not TrialStatus.OK
+    }
+    assert failed == {}
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "gfx942"])
+def test_the_fp32_default_compiles_and_passes_all_gates(arch: str, compiled: Compile) -> None:
+    family = make_family(64, causal=True, dtype=DType.FLOAT32)
+    config = default_config(variant_spec(Pass.FWD, Variant.PORTABLE), family, arch)
+    candidate = Candidate(family=family, variant=Variant.PORTABLE, config=config)
+    (result,) = compiled([candidate], arch, SMALLEST_SMEM_BYTES)
+    assert (result.status, result.error) == (TrialStatus.OK, None)
+
+
+def test_the_archs_have_the_variants_that_are_written_for_them() -> None:
+    """So that a variant which supports nothing could not pass the tests above."""
+    family = make_family(64, dtype=DType.FLOAT16)
+    with_descriptors = {arch for arch in ARCHS if len(variants_of(family, arch)) == 2}
+    assert with_descriptors == {"sm_90", "sm_100", "sm_120"}
+    assert {spec.variant for arch in ARCHS for spec in variants_of(family, arch)} == {spec.variant for spec in VARIANTS}
+
+
+@pytest.mark.parametrize("variant", Variant)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_seeds_for_hopper_give_the_search_a_start(
+    head_dim: int, causal: bool, variant: Variant, compiled: Compile
+) -> None:
+    """Three at least pass all gates, among them that the assembler leaves wgmma asynchronous."""
+    family, spec = make_family(head_dim, causal=causal), variant_spec(Pass.FWD, variant)
+    seeds = [
+        Candidate(family=family, variant=variant, config=config) for config in seed_configs(spec, family, H200.arch)
+    ]
+    results = compiled(seeds, H200.arch, H200.smem_optin_bytes)
+    assert sum(result.status is TrialStatus.OK for result in results) >= 3, [result.gate for result in results]
+
+
+@pytest.mark.parametrize("variant", Variant)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_ragged_full_kernel_keeps_hoppers_products_asynchronous(
+    head_dim: int, variant: Variant, compiled: Compile
+) -> None:
+    """A loop over the ragged keys that runs at most once, provably, made the assembler serialize all of them."""
+    family, spec = make_family(head_dim), variant_spec(Pass.FWD, variant)
+    seeds = [
+        Candidate(family=family, variant=variant, config=config) for config in seed_configs(spec, family, H200.arch)
+    ]
+    results = compiled(seeds, H200.arch, H200.smem_optin_bytes)
+    assert "wgmma_serialized" not in {result.gate for result in results}
