@@ -22,7 +22,7 @@ from fa_autotune.constraints import head_dim_pieces
 from fa_autotune.device import KNOWN_DEVICES
 from fa_autotune.errors import InvalidConfigError, InvalidProblemError, TemplateError
 from fa_autotune.paths import templates_dir
-from fa_autotune.problem import Access, AttentionFamily, DType, strongest_access
+from fa_autotune.problem import Access, AttentionFamily, DType, Pass, strongest_access
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.render import KernelSource, pieces, render
 from fa_autotune.variants import VARIANTS, variant_spec
@@ -49,6 +49,13 @@ def make_family(
         bounded_right=causal,
         access=access or strongest_access(dtype, head_dim, head_dim_v),
     )
+
+
+def make_backward(kernel_pass: Pass, variant: Variant, family: AttentionFamily, **knobs: int | bool) -> Candidate:
+    spec = variant_spec(kernel_pass, variant)
+    tile = {"BLOCK_M": 32, "num_warps": 4} if kernel_pass is Pass.BWD_DELTA else TILE
+    config = spec.config(**{**tile, **knobs})
+    return Candidate(family=replace(family, kernel_pass=kernel_pass), variant=variant, config=config)
 
 
 def make_candidate(variant: Variant, family: AttentionFamily | None = None, **knobs: object) -> Candidate:
@@ -82,6 +89,22 @@ GOLDEN_CASES = {
     "fwd_tma/fp16_d40_full_exact_store_by_pointers": make_candidate(
         Variant.TMA, make_family(DType.FLOAT16, 40), STORE_BY_TMA=False, EXACT_LENGTHS=True, ROW_SUM_LANES=8
     ),
+    "bwd_delta_portable/bf16_d64": make_backward(Pass.BWD_DELTA, Variant.PORTABLE, make_family()),
+    "bwd_delta_portable/bf16_d59_any": make_backward(Pass.BWD_DELTA, Variant.PORTABLE, make_family(head_dim=59)),
+    "bwd_dkdv_portable/bf16_d64_causal": make_backward(Pass.BWD_DKDV, Variant.PORTABLE, make_family(causal=True)),
+    "bwd_dkdv_portable/fp32_d59_full_any_pieces": make_backward(
+        Pass.BWD_DKDV, Variant.PORTABLE, make_family(DType.FLOAT32, 59), BLOCK_M=16, BLOCK_N=32, HEAD_DIM_PIECE=32
+    ),
+    "bwd_dkdv_tma/bf16_d128_causal_exact": make_backward(
+        Pass.BWD_DKDV, Variant.TMA, make_family(head_dim=128, causal=True), EXACT_LENGTHS=True
+    ),
+    "bwd_dq_portable/bf16_d96_causal": make_backward(
+        Pass.BWD_DQ, Variant.PORTABLE, make_family(head_dim=96, causal=True)
+    ),
+    "bwd_dq_tma/bf16_d192_v128_causal": make_backward(
+        Pass.BWD_DQ, Variant.TMA, make_family(head_dim=192, head_dim_v=128, causal=True)
+    ),
+    "bwd_dq_tma/bf16_d64_full_exact": make_backward(Pass.BWD_DQ, Variant.TMA, make_family(), EXACT_LENGTHS=True),
 }
 
 cases = pytest.mark.parametrize("case", GOLDEN_CASES)
@@ -139,7 +162,7 @@ def unused_names(text: str) -> set[str]:
 
 @cases
 def test_a_render_has_no_unused_names(case: str) -> None:
-    shared = {"arguments.diagonal", "attention_fwd.seqlen_k"}  # parameters that all kernels have
+    shared = {"arguments.diagonal", "attention_fwd.seqlen_k", "attention_bwd_dq.seqlen_k"}  # that all kernels have
     assert unused_names(render(GOLDEN_CASES[case]).text) <= shared
 
 
