@@ -208,7 +208,7 @@ def _load_widths(ptx: str) -> set[int]:
 def _row_widths(text: CompiledText) -> set[int]:
     """Bytes by which lse and delta may be read: a backward loads them value by value, or as many as a thread has."""
     lengths = [int(match[1]) for match in _ROW_LOAD.finditer(text.ttgir)]
-    return {width for length in lengths for width in (4, min(VECTOR_BYTES, 4 * length // text.threads))}
+    return {width for length in lengths for width in (4, max(4, min(VECTOR_BYTES, 4 * length // text.threads)))}
 
 
 def _numbers(pattern: str, text: str) -> list[int]:

@@ -24,9 +24,10 @@ from fa_autotune.device import INTERPRETER_ARCH
 from fa_autotune.errors import WorkerError
 from fa_autotune.generated import write_module
 from fa_autotune.paths import cache_dir
-from fa_autotune.problem import Access, AttentionFamily, DType
+from fa_autotune.problem import Access, AttentionFamily, DType, Pass
 from fa_autotune.records import Candidate, CompileForm, TrialStatus, Variant
 from fa_autotune.render import render
+from fa_autotune.variants import variant_spec
 
 pytestmark = pytest.mark.kernel
 
@@ -69,6 +70,22 @@ def build(folder: Path) -> Build:
         return request_for(write_module(source, folder), arch=arch, form=form, variant=variant)
 
     return build
+
+
+def backward(kernel_pass: Pass, *, access: Access = Access.TMA, head_dim: int = 32, num_warps: int = 2) -> Candidate:
+    """A small full backward kernel through pointers."""
+    family = AttentionFamily(
+        kernel_pass=kernel_pass,
+        dtype=DType.BFLOAT16,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        bounded_right=False,
+        access=access,
+    )
+    spec = variant_spec(kernel_pass, Variant.PORTABLE)
+    tile = {} if kernel_pass is Pass.BWD_DELTA else {"BLOCK_N": 32, "num_stages": 1}
+    config = spec.config(BLOCK_M=32, num_warps=num_warps, **tile)
+    return Candidate(family=family, variant=Variant.PORTABLE, config=config)
 
 
 def request_for(
@@ -193,6 +210,24 @@ class TestGates:
     def test_a_tma_kernel_without_descriptor_loads_is_stopped(self, pool: CompilePool, build: Build) -> None:
         result = compiled(pool, replace(build("sm_90"), variant=Variant.TMA))
         assert (result.status, result.gate) == (TrialStatus.OVER_RESOURCES, "vector_access")
+
+    def test_a_backward_may_read_its_rows_statistics_value_by_value(self, pool: CompilePool, folder: Path) -> None:
+        request = request_for(write_module(render(backward(Pass.BWD_DQ)), folder))
+        assert compiled(pool, request).status is TrialStatus.OK
+
+    @pytest.mark.parametrize("kernel_pass", [Pass.BWD_DKDV, Pass.BWD_DQ])
+    def test_narrow_loads_of_an_aligned_backward_are_stopped(
+        self, kernel_pass: Pass, pool: CompilePool, folder: Path
+    ) -> None:
+        module = write_module(render(backward(kernel_pass, access=Access.ANY)), folder)
+        result = compiled(pool, request_for(module))
+        assert (result.gate, result.error) == ("vector_access", "reads global memory in units of 2 bytes, not 16")
+
+    def test_warps_may_share_a_row_that_is_no_row_of_scores(self, pool: CompilePool, folder: Path) -> None:
+        """delta has a sum along rows, and no softmax that a second warp would have to merge."""
+        candidate = backward(Pass.BWD_DELTA, access=Access.ANY, num_warps=4)
+        request = request_for(write_module(render(candidate), folder), form=CompileForm.GENERAL)
+        assert (compiled(pool, request).status, compiled(pool, request).gate) == (TrialStatus.OK, None)
 
     def test_more_tensor_memory_than_blackwell_has_is_stopped(self) -> None:
         text = compiled_text(tensor_memory_columns=640)

@@ -7,6 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,21 @@ from tuning_samples import (
     write_pack,
 )
 
+from fa_autotune.config import BwdDeltaConfig
 from fa_autotune.database import SessionKind, SessionState, TuningDatabase
 from fa_autotune.database.connection import TABLES
 from fa_autotune.database.entries import CompileStatus
 from fa_autotune.errors import DatabaseError, FaAutotuneError, SchemaTooNewError
 from fa_autotune.paths import database_path
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import (
+    Candidate,
     CompileForm,
     Regime,
     Role,
     TrialRecord,
     TrialStatus,
+    Variant,
 )
 from fa_autotune.schema import APPLICATION_ID, SCHEMA_VERSION
 
@@ -126,6 +131,17 @@ class TestSchema:
     def test_knobs_can_be_faceted_by_column(self, connection: sqlite3.Connection) -> None:
         knobs = "SELECT block_m, block_n, num_warps, num_stages, maxnreg FROM kernels WHERE digest = 'portable-0020'"
         assert connection.execute(knobs).fetchall() == [(32, 64, 4, 2, None)]
+
+    def test_a_knob_that_a_pass_lacks_is_null(self, tmp_path: Path) -> None:
+        problem = AttentionProblem.parse("1x2x2x64x64x32,bwd_delta")
+        config = BwdDeltaConfig(BLOCK_M=32, num_warps=4)
+        delta = Candidate(family=problem.family, variant=Variant.PORTABLE, config=config)
+        with TuningDatabase(tmp_path / "delta.db") as database:
+            database.save_trial(begin(database), replace(ok_record(), candidate=delta, problem=problem))
+            assert [record.candidate for record in records(database)] == [delta]
+        with closing(sqlite3.connect(tmp_path / "delta.db")) as connection:
+            knobs = "SELECT kernel_pass, block_m, block_n, num_warps, num_stages FROM kernels"
+            assert connection.execute(knobs).fetchall() == [("bwd_delta", 32, None, 4, None)]
 
     def test_no_time_is_ever_infinite_or_absent(self, connection: sqlite3.Connection) -> None:
         with pytest.raises(sqlite3.IntegrityError):

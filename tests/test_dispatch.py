@@ -27,7 +27,7 @@ from fa_autotune.device import INTERPRETER, KNOWN_DEVICES, DeviceSpec
 from fa_autotune.dispatch import MAX_REMEMBERED, Decision, Dispatcher, Origin, decide, shape_distance
 from fa_autotune.errors import FaAutotuneError, NoKernelError, TemplateError, UnsupportedError
 from fa_autotune.misses import MAX_PROBLEMS, MissLog
-from fa_autotune.problem import Access, AttentionProblem, Pass
+from fa_autotune.problem import BACKWARD_PASSES, Access, AttentionProblem, Pass
 from fa_autotune.records import Candidate, Regime, Variant
 from fa_autotune.render import render
 from fa_autotune.snapshot import Snapshot, Source, WinnerRow
@@ -318,6 +318,24 @@ def test_exact_lengths_are_turned_off_on_a_ragged_shape_and_this_is_told() -> No
 def test_exact_lengths_that_do_not_divide_their_own_shape_are_never_used() -> None:
     row = winner("4x32x8x4001x4001x128,causal", replace(PORTABLE, EXACT_LENGTHS=True))
     assert choose("4x32x8x4001x4001x128,causal", row).origin is Origin.DEFAULT
+
+
+@pytest.mark.parametrize("kernel_pass", BACKWARD_PASSES)
+def test_a_backward_is_served_by_winners_of_its_own_pass(kernel_pass: Pass) -> None:
+    call = PROBLEM.for_pass(kernel_pass)
+    own = winner(call, portable_config(call), median_ms=9.0)
+    assert choose(call, winner()).origin is Origin.DEFAULT
+    assert choose(call, winner(), own).row == own
+    assert choose(PROBLEM, winner(), own).row == winner()
+
+
+def test_dk_and_dv_are_near_where_their_keys_have_as_many_queries() -> None:
+    """Their programs own keys and loop over queries: as the forward does with the two exchanged."""
+    few, many = "4x8x8x512x4096x64", "4x8x8x8192x4096x64"
+    exchanged_few, exchanged_many = "4x8x8x4096x512x64", "4x8x8x4096x8192x64"
+    dkdv = [AttentionProblem.parse(f"{text},bwd_dkdv") for text in (few, many)]
+    forward = [AttentionProblem.parse(text) for text in (exchanged_few, exchanged_many)]
+    assert shape_distance(*dkdv, 132) == shape_distance(*forward, 132) > 0
 
 
 # --- properties -------------------------------------------------------------------------------------------------------
@@ -629,6 +647,12 @@ def test_explain_prints_the_call_that_shows_the_kernel(device: str) -> None:
 
 
 @pytest.mark.usefixtures("no_packs")
+@pytest.mark.parametrize("kernel_pass", BACKWARD_PASSES)
+def test_explain_knows_every_pass(kernel_pass: Pass) -> None:
+    output = explain("--problem", f"1x8x8x512x512x64,{kernel_pass}", "--device", "h200").output
+    assert output.startswith(f"{kernel_pass} bf16 d64 full")
+
+
 def test_explain_prints_one_json_document() -> None:
     values = json.loads(explain("--problem", "1x8x8x512x512x64", "--device", "A100", "--json").output)
     assert (values["device"], values["origin"], values["variant"]) == (A100.name, "default", "portable")

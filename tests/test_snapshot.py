@@ -16,7 +16,7 @@ from fa_autotune.config import PortableFwdConfig, TmaFwdConfig, config_key
 from fa_autotune.database import SessionKind, SessionState, TuningDatabase
 from fa_autotune.device import KNOWN_DEVICES, Toolchain
 from fa_autotune.dispatch import Dispatcher
-from fa_autotune.problem import AttentionProblem
+from fa_autotune.problem import BACKWARD_PASSES, AttentionProblem, Pass
 from fa_autotune.records import (
     AccuracyReport,
     Candidate,
@@ -31,7 +31,7 @@ from fa_autotune.records import (
 )
 from fa_autotune.schema import APPLICATION_ID, SCHEMA_VERSION
 from fa_autotune.snapshot import Snapshot, Source, load_snapshot
-from fa_autotune.variants import VARIANTS
+from fa_autotune.variants import VARIANTS, default_config, variant_spec
 
 H200 = KNOWN_DEVICES["h200"]
 PROBLEM = AttentionProblem.parse("4x32x8x4096x4096x128,causal")
@@ -85,6 +85,22 @@ def test_each_variant_has_its_own_config_class(pack: Path) -> None:
     config = TmaFwdConfig(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3)
     (row,) = read_pack(write_winners(pack, [{**ROW, "variant": "tma", "config": config_key(config)}])).rows
     assert row.candidate.config == config
+
+
+@pytest.mark.parametrize("kernel_pass", BACKWARD_PASSES)
+def test_a_winner_of_a_backward_comes_out_beside_those_of_the_forward(kernel_pass: Pass, pack: Path) -> None:
+    problem = PROBLEM.for_pass(kernel_pass)
+    config = default_config(variant_spec(kernel_pass, Variant.PORTABLE), problem.family, H200.arch)
+    backward = {**ROW, "problem_key": problem.key, "config": config_key(config)}
+    found = read_pack(write_winners(pack, [ROW, backward]))
+    assert found.notes == ()
+    assert {(row.problem, row.candidate.config) for row in found.rows} == {(PROBLEM, CONFIG), (problem, config)}
+
+
+def test_a_config_of_another_pass_is_skipped(pack: Path) -> None:
+    found = read_pack(write_winners(pack, [{**ROW, "problem_key": PROBLEM.for_pass(Pass.BWD_DQ).key}]))
+    assert found.rows == ()
+    assert "ROW_SUM_LANES" in found.notes[0]
 
 
 def test_absent_user_database_is_no_note() -> None:

@@ -9,7 +9,7 @@ from fa_autotune.config import TmaFwdConfig
 from fa_autotune.database import SessionKind, SessionState, TuningDatabase
 from fa_autotune.device import KNOWN_DEVICES, Toolchain
 from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
-from fa_autotune.problem import AttentionProblem
+from fa_autotune.problem import BACKWARD_PASSES, AttentionProblem, Pass
 from fa_autotune.records import Candidate, Role, TrialRecord, TrialStatus, Variant
 from fa_autotune.tuner import (
     ConfirmStarted,
@@ -23,7 +23,7 @@ from fa_autotune.tuner import (
     tune,
 )
 from fa_autotune.tuner.study import HOPELESS_WEIGHT
-from fa_autotune.variants import default_config, problem_candidates, rejection, variant_spec
+from fa_autotune.variants import default_config, problem_candidates, rejection, supported_variants, variant_spec
 
 H100, H200 = KNOWN_DEVICES["h100"], KNOWN_DEVICES["h200"]
 TOOLCHAIN = Toolchain(triton="3.7.1")
@@ -88,6 +88,23 @@ def test_96_trials_come_close_to_the_exhaustive_best(problem, database):
         assert isinstance(found, float)
         regrets.append(found / exhaustive - 1)
     assert statistics.mean(regrets) < 0.04
+
+
+@pytest.mark.parametrize("kernel_pass", BACKWARD_PASSES)
+def test_every_pass_of_a_backward_gets_its_winners(kernel_pass, database):
+    problem = CAUSAL.for_pass(kernel_pass)
+    (result,) = run([problem], ReplayEvaluator(LANDSCAPE), database).results
+    served = supported_variants(problem.family, H200.arch, (3, 7))
+    assert {winner.candidate.variant for winner in result.winners} == {spec.variant for spec in served}
+    assert {winner.problem for winner in database.winners()} == {problem}
+
+
+def test_a_small_space_is_searched_whole_and_the_search_ends(database):
+    problem = LONG.for_pass(Pass.BWD_DELTA)
+    spec = variant_spec(Pass.BWD_DELTA, Variant.PORTABLE)
+    evaluator = ReplayEvaluator(attention_landscape(H200, failing_share=0.0))
+    run([problem], evaluator, database, budget=TuneBudget(trials=96))
+    assert {candidate for _, candidate in evaluator.screened} == set(problem_candidates(problem, spec, H200))
 
 
 FAMILY = [AttentionProblem.parse(f"{16384 // n}x32x32x{n}x{n}x64") for n in (512, 1024, 2048, 4096, 8192, 16384)]
