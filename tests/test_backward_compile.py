@@ -101,7 +101,13 @@ def defaults(family: AttentionFamily, arch: str, variant: Variant) -> list[Candi
 
 
 @pytest.mark.parametrize("kernel_pass", BACKWARD_PASSES)
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "arch",
+    [
+        pytest.param(arch, marks=pytest.mark.slow) if arch in (*LIKE_SM_80, "sm_75", "gfx950") else arch
+        for arch in ARCHS
+    ],
+)
 def test_portable_defaults_compile_and_pass_all_gates_in_64_kb(arch: str, kernel_pass: Pass, compiled: Compile) -> None:
     families = make_families(kernel_pass, arch)
     candidates = [one for family in families for one in defaults(family, arch, Variant.PORTABLE)]
@@ -127,7 +133,7 @@ def test_no_backward_goes_through_descriptors_where_they_spill_or_are_not_there(
 
 
 @pytest.mark.parametrize("kernel_pass", BACKWARD_PASSES)
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_75", marks=pytest.mark.slow), "sm_80", "sm_90", "gfx942"])
 def test_the_fp32_default_compiles_and_passes_all_gates(arch: str, kernel_pass: Pass, compiled: Compile) -> None:
     family = make_family(kernel_pass, 64, causal=kernel_pass is not Pass.BWD_DELTA, dtype=DType.FLOAT32)
     candidates = defaults(family, arch, Variant.PORTABLE)
