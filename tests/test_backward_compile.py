@@ -16,6 +16,7 @@ from fa_autotune.variants import compile_form, default_config, seed_configs, sup
 pytestmark = pytest.mark.kernel
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
+QUICK_ARCHS = ("sm_80", "sm_90", "gfx942")  # the others compile where slow tests are asked for
 LIKE_SM_80 = ("sm_86", "sm_89")  # the same code but for the arch's name
 SMALLEST_SMEM_BYTES = 64 * 1024  # a default must fit it anywhere
 WIDE_SMEM_BYTES = 227 * 1024  # of the archs for which a backward is compiled through descriptors
@@ -102,11 +103,7 @@ def defaults(family: AttentionFamily, arch: str, variant: Variant) -> list[Candi
 
 @pytest.mark.parametrize("kernel_pass", BACKWARD_PASSES)
 @pytest.mark.parametrize(
-    "arch",
-    [
-        pytest.param(arch, marks=pytest.mark.slow) if arch in (*LIKE_SM_80, "sm_75", "gfx950") else arch
-        for arch in ARCHS
-    ],
+    "arch", [arch if arch in QUICK_ARCHS else pytest.param(arch, marks=pytest.mark.slow) for arch in ARCHS]
 )
 def test_portable_defaults_compile_and_pass_all_gates_in_64_kb(arch: str, kernel_pass: Pass, compiled: Compile) -> None:
     families = make_families(kernel_pass, arch)
@@ -116,7 +113,7 @@ def test_portable_defaults_compile_and_pass_all_gates_in_64_kb(arch: str, kernel
 
 
 @pytest.mark.parametrize("kernel_pass", [Pass.BWD_DKDV, Pass.BWD_DQ])
-@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_100", marks=pytest.mark.slow)])
 def test_defaults_through_descriptors_compile_and_pass_all_gates(
     arch: str, kernel_pass: Pass, compiled: Compile
 ) -> None:
@@ -133,7 +130,9 @@ def test_no_backward_goes_through_descriptors_where_they_spill_or_are_not_there(
 
 
 @pytest.mark.parametrize("kernel_pass", BACKWARD_PASSES)
-@pytest.mark.parametrize("arch", [pytest.param("sm_75", marks=pytest.mark.slow), "sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize(
+    "arch", ["sm_90", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_75", "sm_80", "gfx942"))]
+)
 def test_the_fp32_default_compiles_and_passes_all_gates(arch: str, kernel_pass: Pass, compiled: Compile) -> None:
     family = make_family(kernel_pass, 64, causal=kernel_pass is not Pass.BWD_DELTA, dtype=DType.FLOAT32)
     candidates = defaults(family, arch, Variant.PORTABLE)
@@ -142,7 +141,7 @@ def test_the_fp32_default_compiles_and_passes_all_gates(arch: str, kernel_pass: 
 
 @pytest.mark.parametrize("variant", Variant)
 @pytest.mark.parametrize("kernel_pass", [Pass.BWD_DKDV, Pass.BWD_DQ])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [128, pytest.param(64, marks=pytest.mark.slow)])
 def test_seeds_for_hopper_give_the_search_a_start(
     head_dim: int, kernel_pass: Pass, variant: Variant, compiled: Compile
 ) -> None:
