@@ -219,10 +219,15 @@ class TestEndings:
     def test_interrupting_a_call_kills_the_job(self, worker: Worker, tmp_path: Path) -> None:
         file = tmp_path / "pid"
         interrupter = threading.Thread(target=lambda: pid_in(file) and os.kill(os.getpid(), signal.SIGINT))
-        interrupter.start()
-        with pytest.raises(KeyboardInterrupt):
-            worker.call(jobs.announce_and_spin, file, deadline_s=PATIENCE_S)
-        interrupter.join()
+        # A run that was started in the background inherits that interrupts are ignored.
+        inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            interrupter.start()
+            with pytest.raises(KeyboardInterrupt):
+                worker.call(jobs.announce_and_spin, file, deadline_s=PATIENCE_S)
+            interrupter.join()
+        finally:
+            signal.signal(signal.SIGINT, inherited)
         assert is_gone(pid_in(file))
 
     def test_a_worker_ignores_an_interrupt_of_its_own(self, worker: Worker) -> None:
