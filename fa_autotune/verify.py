@@ -19,7 +19,12 @@ from torch import Tensor
 
 from fa_autotune.problem import AttentionFamily, AttentionProblem, AttentionShape, DType, Pass
 from fa_autotune.records import AccuracyReport
-from fa_autotune.reference import attention_reference, attention_same_precision, gradients_from_statistics
+from fa_autotune.reference import (
+    MAX_SCORES,
+    attention_reference,
+    attention_same_precision,
+    gradients_from_statistics,
+)
 from fa_autotune.workload import Workload, bottom_right_diagonal, seeded_workload
 
 Kernel = Callable[..., None]  # takes what `launch.LoadedKernel` takes for its pass, and writes the outputs among it
@@ -30,7 +35,8 @@ MEAN_ERROR_FACTOR = 1.5
 STATISTIC_TOLERANCE = 1e-5
 CANARY_ROWS = 3  # rows of the output's storage before and after it that must stay untouched
 SAMPLED_HEADS = 4
-SAMPLED_ROWS = 256
+SAMPLED_ROWS = 256  # fewer where their scores would not fit memory, but not fewer than
+MIN_SAMPLED_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,11 +348,15 @@ def _expected_stretch(workload: Workload, batch: int, head: int, start: int, sto
 
 def _samples(workload: Workload) -> Iterator[tuple[int, int, int, int]]:
     """(batch, head, first row, end) of the sampled stretches; for dk and dv, of kv heads and keys."""
+    shape = workload.shape
     batch_size, num_heads, seqlen, *_ = workload.outputs[0].size
+    scores = shape.seqlen_k
+    if workload.family.kernel_pass is Pass.BWD_DKDV:  # a key's gradient takes every row of its group's heads
+        scores = shape.seqlen_q * shape.gqa_group_size
+    rows = min(SAMPLED_ROWS, seqlen, max(MIN_SAMPLED_ROWS, MAX_SCORES // scores))
     total = batch_size * num_heads
     for place in sorted({0, total // 3, 2 * total // 3, total - 1})[:SAMPLED_HEADS]:
         batch, head = divmod(place, num_heads)
-        rows = min(SAMPLED_ROWS, seqlen)
         for start in sorted({0, (seqlen - rows) // 2, seqlen - rows}):
             yield batch, head, start, start + rows
 

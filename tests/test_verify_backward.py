@@ -346,6 +346,19 @@ class TestSampled:
         kernel = with_changed(kernel_pass, change)
         assert sampled(kernel_pass, kernel, 1200, 1200, causal=False).failures != ()
 
+    @pytest.mark.parametrize("kernel_pass", GRADIENTS)
+    def test_stretches_shrink_where_their_scores_would_not_fit(
+        self, kernel_pass: Pass, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("fa_autotune.verify.MAX_SCORES", 300 * 2 * 20)
+
+        def fault(gradient: Tensor) -> None:
+            gradient[0, 0, 0] += 100.0
+
+        name = "dk" if kernel_pass is Pass.BWD_DKDV else "dq"
+        (failure,) = sampled(kernel_pass, spoiled(kernel_pass, name, fault), 300, 300, causal=False).failures
+        assert failure.startswith(f"batch 0 head 0 rows 0…{'19' if name == 'dk' else '39'}: ")
+
     def test_says_where_the_error_is(self) -> None:
         def fault(gradient: Tensor) -> None:
             gradient[1, 1, 1199] += 100.0
