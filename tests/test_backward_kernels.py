@@ -291,6 +291,8 @@ def test_together_they_give_the_gradients_of_attention(text: str, diagonal: int 
         assert error < 1e-2
 
 
+# NumPy's word on Triton 3.6, which `launch` silences: here nothing of ours runs the kernel.
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 def test_a_module_runs_by_itself() -> None:
     """The launch() of each generated module needs nothing of ours."""
     q, k, v, d_out, lse, delta = make_workload(Pass.BWD_DQ, "2x4x2x20x30x32,causal", 10).inputs
