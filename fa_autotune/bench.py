@@ -226,6 +226,7 @@ def prepare(
 def _ours(
     dispatcher: Dispatcher, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple["partial[None]", str]:
+    problem = problem.as_called()
     decision = dispatcher.decide(problem)
     kernel = load_kernel(decision.candidate, dispatcher.device.arch)
     out = q.new_empty(*q.shape[:3], v.shape[3])
@@ -254,7 +255,7 @@ def _our_backward(
     launches: list[Launch] = []
     notes: list[str] = []
     for kernel_pass in BACKWARD_PASSES:
-        decision = dispatcher.decide(problem.for_pass(kernel_pass))
+        decision = dispatcher.decide(problem.as_called().for_pass(kernel_pass))
         kernel = load_kernel(decision.candidate, dispatcher.device.arch)
         launches.append(partial(kernel, *arguments[kernel_pass]))
         if kernel_pass is not Pass.BWD_DELTA:
