@@ -30,6 +30,7 @@ def bind(kernel: LoadedKernel, tensors: Sequence[Tensor], *numbers: float | int 
     tensor is kept. Later tensors must share their shapes, strides and alignment, but may be views with other axes: only
     their addresses are read. A launch wants its GPU to be current.
     """
+    tensors = [tensor.detach() for tensor in tensors]  # one object for each, also where a caller's q is his k
     grid = kernel.grid(*tensors)
     arguments = _Arguments(kernel.module.arguments(*tensors, *numbers), tensors)
 

@@ -8,17 +8,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from fa_autotune.calls import Plan, plan_of, write_gradients
-from fa_autotune.op_library import TransformableAttention, attention_op, gradients_op, refuse_forward_mode
+from fa_autotune.op_library import (
+    TransformableAttention,
+    attention_op,
+    check_tangents,
+    gradients_op,
+    refuse_forward_mode,
+)
 from fa_autotune.tensors import BSHD, check_kinds
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _is_compiling = torch.compiler.is_compiling
 _is_transforming = torch._C._are_functorch_transforms_active
-_unpack_dual: Any = forward_ad.unpack_dual
+_tracing_state: Any = torch._C._get_tracing_state
+_is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
 
 
 def attend(
@@ -40,11 +48,17 @@ def attend(
         return _attend_with_care(q, k, v, softmax_scale, mask, layout, generated, with_lse)
     if _is_autocast(q):
         q, k, v = _cast(q, k, v)
-    plan = plan_of(q, k, v, softmax_scale, mask, layout, generated)
+    try:
+        plan = plan_of(q, k, v, softmax_scale, mask, layout, generated)
+    except RuntimeError:  # perhaps tensors that outlived a transform of torch.func, which have no memory of their own
+        alive_q, alive_k, alive_v = unwrap_dead_wrappers((q, k, v))
+        if alive_q is q and alive_k is k and alive_v is v:
+            raise
+        return attend(alive_q, alive_k, alive_v, softmax_scale, mask, layout, generated, with_lse)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _apply(q, k, v, plan, with_lse)
     if forward_ad._current_level >= 0:
-        _check_tangents(q, k, v)
+        check_tangents(q, k, v)
     results = plan.forward(q, k, v)
     return results if with_lse else results[0]
 
@@ -79,6 +93,7 @@ def attend_packed(q: Tensor | None, packed: Tensor, softmax_scale: float | None,
         and packed.requires_grad
         and not _is_autocast(packed)
         and not _is_seen_by_others()
+        and not (packed.is_neg() or (q is not None and q.is_neg()))
     ):
         return _apply_packed(q, packed, softmax_scale, mask, with_lse)
     return attend(*_parts(q, packed), softmax_scale, mask, BSHD, True, with_lse)
@@ -108,12 +123,12 @@ def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _is_seen_by_others() -> bool:
     """True while somebody records operations or changes their meaning."""
-    return _is_compiling() or is_in_torch_dispatch_mode() or _is_transforming()
+    return _is_compiling() or is_in_torch_dispatch_mode() or _is_transforming() or _tracing_state() is not None
 
 
-def _check_tangents(*tensors: Tensor) -> None:
-    if any(_unpack_dual(tensor).tangent is not None for tensor in tensors):
-        refuse_forward_mode()
+def _is_plain(gradient: Tensor | None) -> bool:
+    """False for a gradient that is more than its memory: a subclass, or many at once (is_grads_batched)."""
+    return gradient is None or (type(gradient) in _PLAIN and not _is_batched(gradient))
 
 
 class _Attention(torch.autograd.Function):
@@ -133,7 +148,7 @@ class _Attention(torch.autograd.Function):
             return None, None, None, None, None
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad[:3]
         d_out = None if d_out is None else d_out.resolve_neg()
-        if torch.is_grad_enabled() or _is_seen_by_others():
+        if torch.is_grad_enabled() or _is_seen_by_others() or not (_is_plain(d_out) and _is_plain(d_lse)):
             # The operator refuses to be differentiated again, should anybody try.
             gradients = gradients_op(saved, d_out, d_lse, ctx.plan.arguments, needed)
         else:
@@ -167,7 +182,7 @@ class _PackedAttention(torch.autograd.Function):
         q, packed, out, lse = ctx.saved_tensors
         d_out = None if d_out is None else d_out.resolve_neg()
         saved, needed = (*_parts(q, packed), out, lse), (q is None or ctx.needs_input_grad[0], True, True)
-        if torch.is_grad_enabled() or _is_seen_by_others():
+        if torch.is_grad_enabled() or _is_seen_by_others() or not (_is_plain(d_out) and _is_plain(d_lse)):
             gradients: Any = gradients_op(saved, d_out, d_lse, ctx.plan.arguments, needed)
             dq, whole = gradients[0], torch.stack(gradients[0 if q is None else 1 :], dim=2)
         else:

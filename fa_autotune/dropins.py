@@ -12,7 +12,7 @@ from torch import Tensor
 from fa_autotune.differentiable import attend, attend_packed
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
 from fa_autotune.ops import attention, check_features
-from fa_autotune.tensors import BHSD, BHSD_STORED_AS_BSHD, BOTTOM_RIGHT, FULL, TOP_LEFT, as_scale
+from fa_autotune.tensors import BHSD, BHSD_STORED_AS_BSHD, BOTTOM_RIGHT, FULL, TOP_LEFT, as_scale, check_tensor
 
 
 def flash_attn_func(
@@ -64,6 +64,7 @@ def flash_attn_kvpacked_func(
 
     The gradient of kv is written in one piece.
     """
+    check_tensor("q", q)
     _check_packed("kv", kv, 2)
     return _packed(q, kv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
 
@@ -88,6 +89,8 @@ def flash_attn_qkvpacked_func(
 
 
 def _check_packed(name: str, packed: Any, count: int) -> None:
+    if isinstance(packed, Tensor):
+        check_tensor(name, packed)
     if not isinstance(packed, Tensor) or packed.ndim != 5 or packed.shape[2] != count:
         what = f"has shape {tuple(packed.shape)}" if isinstance(packed, Tensor) else f"is a {type(packed).__name__}"
         raise InvalidProblemError(
@@ -137,6 +140,8 @@ def scaled_dot_product_attention(
         )
     if scale is not None and type(scale) is not float:
         scale = as_scale(scale)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, tensor)
     mask = TOP_LEFT if is_causal else FULL
     lead = query.shape[:-2]
     if len(lead) == 2 and (lead == key.shape[:-2] == value.shape[:-2] or (enable_gqa and _is_batch(query, key, value))):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fa_autotune.bound_launch import Launch, bind
+from fa_autotune.errors import InvalidProblemError
 from fa_autotune.live_kernels import INTERPRETER_INDEX, kernel_for
 from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, AttentionShape, Pass
 from fa_autotune.tensors import (
@@ -75,6 +76,7 @@ class KernelPlan:
         self._lse = lse_geometry(q, layout)
         self._out = dense(out_size(q, v), layout)
         self._gradients = [dense(quad(tensor), layout) for tensor in (q, k, v)]
+        self._saved_shapes = (q.shape, k.shape, v.shape, self._out[0], self._lse[0])
         self._backwards: dict[tuple[Any, ...], _Backward] = {}
         self._problem = AttentionProblem(
             family=AttentionFamily(
@@ -109,11 +111,18 @@ class KernelPlan:
     def backward(
         self, saved: Saved, d_out: Tensor | None, d_lse: Tensor | None, needed: Needed, into: Into | None = None
     ) -> Gradients:
-        """The needed gradients; the saved tensors may have come back with other strides and addresses (from hooks)."""
+        """The needed gradients; the saved tensors may have come back with other strides and addresses (from hooks).
+
+        InvalidProblemError if they came back with another shape or dtype.
+        """
         if self._is_elsewhere():
             with torch.cuda.device(self._index):
                 return self.backward(saved, d_out, d_lse, needed, into)
         q, k, v, out, lse = saved
+        self._check_saved(saved)
+        if not lse.is_contiguous() or lse.data_ptr() & 15:
+            lse = lse.clone(memory_format=torch.contiguous_format)
+            saved = (q, k, v, out, lse)
         if d_out is None:
             d_out = torch.zeros_like(out)
         key = (
@@ -142,6 +151,18 @@ class KernelPlan:
             dq = self._allocate(*self._gradients[0], self._dtype) if dq is None else dq
             steps.dq(q, k, v, d_out, lse, delta, dq)
         return dq, dk if needed[1] else None, dv if needed[2] else None
+
+    def _check_saved(self, saved: Saved) -> None:
+        q, k, v, out, lse = saved
+        if (q.shape, k.shape, v.shape, out.shape, lse.shape) != self._saved_shapes or not (
+            q.dtype is k.dtype is v.dtype is out.dtype is self._dtype and lse.dtype is torch.float32
+        ):
+            found = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in saved)
+            raise InvalidProblemError(
+                f"q, k, v, out and lse came to the backward as {found}; the forward saved "
+                f"{', '.join(str(tuple(shape)) for shape in self._saved_shapes)}, {self._dtype} and lse in float32. A "
+                "hook on saved tensors must give back what it was given"
+            )
 
     def _is_elsewhere(self) -> bool:
         return self._index >= 0 and _current_gpu() != self._index

@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._library import autograd
+from torch.autograd import forward_ad
 
 from fa_autotune.calls import plan_of
 from fa_autotune.errors import UnsupportedError
@@ -15,6 +17,8 @@ from fa_autotune.kernel_plan import Gradients
 from fa_autotune.tensors import Quad, check_kinds, check_tensors, dense, heads_first, lse_size, out_size, quad
 
 _library: Any = torch.library  # its functions lack types
+_torch_autograd: Any = autograd
+_unpack_dual: Any = forward_ad.unpack_dual
 LIBRARY = _library.Library("fa_autotune", "DEF")
 
 _CALL = "float? softmax_scale, int mask, int layout, bool generated"
@@ -132,7 +136,24 @@ def _refuse_to_differentiate_twice(ctx: Any, *gradients: Tensor) -> None:
     )
 
 
-_library.register_autograd("fa_autotune::forward", _differentiate, setup_context=_save, lib=LIBRARY)
+def _register_forward_autograd() -> None:
+    """As `torch.library.register_autograd` does, with a check: what it registers lets tangents get lost in silence."""
+    differentiated = _torch_autograd.make_autograd_impl(
+        torch.ops.fa_autotune.forward.default, _torch_autograd.Info(_differentiate, _save)
+    )
+
+    def forward(keys: Any, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            check_tangents(q, k, v)
+        return differentiated(keys, q, k, v, *arguments)
+
+    LIBRARY.impl("forward", forward, "Autograd", with_keyset=True)
+
+
+if hasattr(_torch_autograd, "make_autograd_impl") and hasattr(_torch_autograd, "Info"):
+    _register_forward_autograd()
+else:
+    _library.register_autograd("fa_autotune::forward", _differentiate, setup_context=_save, lib=LIBRARY)
 _library.register_autograd("fa_autotune::backward", _refuse_to_differentiate_twice, lib=LIBRARY)
 
 
@@ -220,6 +241,12 @@ class _TransformableGradients(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
         return fold_batch(_TransformableGradients.apply, info.batch_size, in_dims, arguments)
+
+
+def check_tangents(*tensors: Tensor) -> None:
+    """UnsupportedError if a tensor has a tangent."""
+    if any(_unpack_dual(tensor).tangent is not None for tensor in tensors):
+        refuse_forward_mode()
 
 
 def refuse_forward_mode() -> NoReturn:

@@ -61,7 +61,7 @@ def attention(
     release does not serve (all that is not described above), before any kernel runs.
     """
     if not (
-        window_size == (-1, -1)
+        (type(window_size) is tuple and window_size == (-1, -1))
         and alibi_slopes is attn_mask is sinks is score_mod is mask_mod is q_scale is k_scale is v_scale is None
         and softcap == 0.0
         and dropout_p == 0.0
@@ -81,7 +81,7 @@ def attention(
         )
     if backend not in ("generated", "reference"):
         raise InvalidProblemError(f'backend={backend!r} is not "generated" or "reference"; leave it out for kernels')
-    if layout not in _LAYOUTS:
+    if not isinstance(layout, str) or layout not in _LAYOUTS:
         raise InvalidProblemError(
             f'layout={layout!r} is not "bshd" (batch, seqlen, heads, head_dim) or "bhsd" (heads before seqlen)'
         )
@@ -140,6 +140,8 @@ def check_features(**arguments: Any) -> None:
     """UnsupportedError for the first argument that asks for what this release does not serve."""
     for name, value in arguments.items():
         offs, meaning = _FEATURES[name]
+        if name == "window_size" and hasattr(value, "__len__"):  # any sequence, also numpy's
+            value = tuple(value)
         is_off = value in offs if offs else value is None
         if not is_off:
             raise UnsupportedError(f"{name} ({meaning}) is not served by this release of fa_autotune; leave it out")

@@ -93,8 +93,14 @@ def access_of(*tensors: Tensor) -> Access:
 
 
 def as_scale(value: Any) -> float:
-    """A softmax_scale of any number type as a float; InvalidProblemError if it is no number."""
+    """A softmax_scale of any number type as a float; InvalidProblemError if it is no number, or wants a gradient."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise InvalidProblemError(
+            "softmax_scale requires a gradient, which kernels do not give; multiply q by it and pass softmax_scale=1.0"
+        )
     try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise InvalidProblemError(f"softmax_scale={value!r} is not a number; None means 1/sqrt(head_dim)") from None
@@ -106,13 +112,18 @@ def check_scale(scale: float) -> None:
         raise InvalidProblemError(f"softmax_scale={scale} is not finite in float32; None means 1/sqrt(head_dim)")
 
 
+def check_tensor(name: str, tensor: Any) -> None:
+    """InvalidProblemError for what has no dimensions to be read."""
+    if not isinstance(tensor, Tensor):
+        raise InvalidProblemError(f"{name} is a {type(tensor).__name__}, attention takes torch tensors; convert it")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise InvalidProblemError(f"{name} is a sparse or nested tensor, attention takes dense ones; convert it")
+
+
 def check_kinds(q: Any, k: Any, v: Any) -> None:
     """What must hold before a tensor's dimensions and strides can be read."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise InvalidProblemError(f"{name} is a {type(tensor).__name__}, attention takes torch tensors; convert it")
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            raise InvalidProblemError(f"{name} is a sparse or nested tensor, attention takes dense ones; convert it")
+        check_tensor(name, tensor)
         if tensor.ndim != 4:
             raise InvalidProblemError(
                 f"{name} has shape {tuple(tensor.shape)}, attention takes 4 dimensions: batch, seqlen, heads, head_dim "
