@@ -5,13 +5,14 @@ Fields in upper case become constants of the generated module, those in lower ca
 
 import json
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 from fa_autotune.errors import InvalidConfigError
 from fa_autotune.problem import canonical_json
 
 SCHEMA_VERSION = 1
+ADDED_LATER = "added later"  # marks a field that rows of older releases lack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,12 @@ class PortableBwdDkDvConfig(_BackwardConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TmaBwdDkDvConfig(_BackwardConfig):
-    """dk and dv through tensor descriptors: BLOCK_N keys per program, BLOCK_M query rows per step."""
+    """dk and dv through tensor descriptors: BLOCK_N keys per program, BLOCK_M query rows per step.
+
+    SPLIT_OUTPUTS: dk and dv of a key block in two programs, which leaves each the registers for a larger tile.
+    """
+
+    SPLIT_OUTPUTS: bool = field(default=False, metadata={ADDED_LATER: True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +132,10 @@ def config_key(config: KernelConfig) -> str:
 
 
 def config_from_key(kind: type[ConfigT], key: str) -> ConfigT:
-    """Parse `config_key`'s text; InvalidConfigError if it is not exactly a config of that kind."""
+    """Parse `config_key`'s text; InvalidConfigError if it is not exactly a config of that kind.
+
+    A field that was added later may be missing: its default keeps what older rows meant.
+    """
     try:
         values = json.loads(key)
     except (ValueError, TypeError, RecursionError) as error:
@@ -134,11 +143,11 @@ def config_from_key(kind: type[ConfigT], key: str) -> ConfigT:
     schema = values.pop("schema", None) if isinstance(values, dict) else None
     if type(schema) is not int or schema != SCHEMA_VERSION:  # JSON's true equals 1
         raise InvalidConfigError(f"{key!r} is not a JSON object of schema {SCHEMA_VERSION}")
-    expected = {field.name for field in fields(kind)}
-    if values.keys() != expected:
-        raise InvalidConfigError(
-            f"{key!r} has missing or unknown entries: {', '.join(sorted(values.keys() ^ expected))}"
-        )
+    known = {entry.name for entry in fields(kind)}
+    needed = {entry.name for entry in fields(kind) if ADDED_LATER not in entry.metadata}
+    if not needed <= values.keys() <= known:
+        wrong = sorted((values.keys() - known) | (needed - values.keys()))
+        raise InvalidConfigError(f"{key!r} has missing or unknown entries: {', '.join(wrong)}")
     return kind(**values)
 
 
@@ -192,6 +201,7 @@ _RULES = {
     "HEAD_DIM_PIECE": _power_of_two(16, 256),
     "EXACT_LENGTHS": _TRUE_OR_FALSE,
     "STORE_BY_TMA": _TRUE_OR_FALSE,
+    "SPLIT_OUTPUTS": _TRUE_OR_FALSE,
 }
 
 

@@ -8,11 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fa_autotune.config import BackwardConfig, BwdDeltaConfig, ForwardConfig, KernelConfig, TiledConfig
+from fa_autotune.config import (
+    BackwardConfig,
+    BwdDeltaConfig,
+    ForwardConfig,
+    KernelConfig,
+    TiledConfig,
+    TmaBwdDkDvConfig,
+)
 from fa_autotune.device import INTERPRETER_ARCH, DeviceSpec
 from fa_autotune.problem import AttentionFamily, AttentionShape, DType, Pass
 
 MAX_REGISTERS_PER_THREAD = 255
+WIDEST_TOGETHER = 128  # head dims of dk and dv tiles that one program holds well
 MIN_SCORES_PER_WARP = 64  # half of a matrix instruction's smallest tile: wide head dims have other work for a warp
 
 
@@ -118,11 +126,18 @@ def forward_registers(family: AttentionFamily, config: ForwardConfig, device: De
     return words // (config.num_warps * device.warp_size)
 
 
+def splits_outputs(config: BackwardConfig) -> bool:
+    """Whether dk and dv are computed by different programs."""
+    return isinstance(config, TmaBwdDkDvConfig) and config.SPLIT_OUTPUTS
+
+
 def backward_registers(family: AttentionFamily, config: BackwardConfig, device: DeviceSpec) -> int:
     """Lower bound of a backward's registers per thread: its accumulators, and P and dP, both needed for dS."""
     owned, _ = owned_and_streamed(family, config)
     qk_columns, v_columns = _padded_head_dims(family, config)
-    columns = qk_columns + v_columns if family.kernel_pass is Pass.BWD_DKDV else qk_columns
+    columns = qk_columns
+    if family.kernel_pass is Pass.BWD_DKDV:
+        columns = max(qk_columns, v_columns) if splits_outputs(config) else qk_columns + v_columns
     accumulators = 0 if multiplies_in_tensor_memory(device.arch) else owned * columns
     words = accumulators + 2 * config.BLOCK_M * config.BLOCK_N
     return words // (config.num_warps * device.warp_size)
@@ -280,6 +295,16 @@ def registers_of_gradients(
     return _registers_suffice(backward_registers(family, config, device), config, device)
 
 
+def split_outputs(
+    family: AttentionFamily, shape: AttentionShape | None, config: BackwardConfig, device: DeviceSpec
+) -> str | None:
+    """dk and dv are computed apart only where a tile of both is too much for a program."""
+    widest = max(padded_head_dim(family.head_dim), padded_head_dim(family.head_dim_v))
+    if splits_outputs(config) and widest <= WIDEST_TOGETHER:
+        return f"SPLIT_OUTPUTS computes P twice; up to head_dim {WIDEST_TOGETHER} dk and dv fit one program"
+    return None
+
+
 def rows_in_registers(
     family: AttentionFamily, shape: AttentionShape | None, config: BwdDeltaConfig, device: DeviceSpec
 ) -> str | None:
@@ -295,7 +320,7 @@ def rows_in_registers(
 
 
 # Constraints that look at one knob only: a value that fails them never passes on that family and device.
-ONE_KNOB_CHECKS: tuple[Check, ...] = (register_cap, head_dim_piece)
+ONE_KNOB_CHECKS: tuple[Check, ...] = (register_cap, head_dim_piece, split_outputs)
 
 FORWARD_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
     ("threads", threads),
@@ -316,6 +341,7 @@ BACKWARD_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
     ("register_cap", register_cap),
     ("head_dim_piece", head_dim_piece),
     ("shared_memory", shared_memory),
+    ("split_outputs", split_outputs),
     ("registers", registers_of_gradients),
     ("exact_lengths", exact_lengths),
     ("tile_fits_problem", tile_fits_problem),

@@ -181,7 +181,15 @@ def seed_configs(spec: VariantSpec, family: AttentionFamily, arch: str) -> list[
         tiles = [(64, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 4, 3)]
     else:
         tiles = [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (128, 32, 8, 3), (64, 32, 4, 3)]
-    return [default, *(_tiled(spec, family, tile, piece) for tile in tiles)]
+    configs = [default, *(_tiled(spec, family, tile, piece) for tile in tiles)]
+    if isinstance(default, TmaBwdDkDvConfig) and wide > 256:
+        splits = [(128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2)]
+        configs += [
+            replace(_tiled(spec, family, tile, piece), SPLIT_OUTPUTS=True, EXACT_LENGTHS=exact)  # type: ignore[arg-type]
+            for tile in splits
+            for exact in (True, False)
+        ]
+    return configs
 
 
 _Tile = tuple[int, int, int, int]  # rows that a program owns, rows that its loop brings in, num_warps, num_stages
@@ -293,6 +301,7 @@ _FORWARD_KNOBS = (
 )
 
 _BACKWARD_KNOBS = tuple(knob for knob in _FORWARD_KNOBS if knob.name != "ROW_SUM_LANES")
+_SPLIT_OUTPUTS = Knob(name="SPLIT_OUTPUTS", values=(False, True))
 
 
 def _backward(kernel_pass: Pass, variant: Variant, config_type: type[KernelConfig]) -> VariantSpec:
@@ -301,7 +310,7 @@ def _backward(kernel_pass: Pass, variant: Variant, config_type: type[KernelConfi
         variant=variant,
         template=f"{kernel_pass}_{variant}.py.jinja",
         config_type=config_type,
-        knobs=_BACKWARD_KNOBS,
+        knobs=(*_BACKWARD_KNOBS, _SPLIT_OUTPUTS) if config_type is TmaBwdDkDvConfig else _BACKWARD_KNOBS,
         constraints=BACKWARD_CONSTRAINTS,
         supports=_tma_backward_supports if variant is Variant.TMA else _portable_supports,
     )

@@ -126,6 +126,15 @@ def test_tensors_with_any_strides(kernel_pass: Pass, causal: bool) -> None:
 
 
 @both_masks
+@pytest.mark.parametrize(("head_dim", "head_dim_v", "exact"), [(32, 32, False), (24, 40, False), (32, 32, True)])
+def test_dk_and_dv_of_different_programs_are_the_same(
+    head_dim: int, head_dim_v: int, exact: bool, causal: bool
+) -> None:
+    family = make_family(Pass.BWD_DKDV, head_dim=head_dim, head_dim_v=head_dim_v, causal=causal)
+    assert failures(family, Variant.TMA, SPLIT_OUTPUTS=True, EXACT_LENGTHS=exact, HEAD_DIM_PIECE=16) == ()
+
+
+@both_masks
 @every_kernel
 @pytest.mark.parametrize(
     "knobs",

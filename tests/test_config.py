@@ -14,6 +14,7 @@ from fa_autotune.config import (
     PortableBwdDkDvConfig,
     PortableBwdDqConfig,
     PortableFwdConfig,
+    TmaBwdDkDvConfig,
     config_from_key,
     config_key,
     config_label,
@@ -118,3 +119,9 @@ def test_configs_of_two_kinds_are_never_equal() -> None:
 
 def test_a_config_holds_plain_json_values_only() -> None:
     assert {type(value) for value in asdict(PORTABLE).values()} <= {int, bool, type(None)}
+
+
+def test_a_row_of_an_older_release_means_what_it_meant() -> None:
+    values = json.loads(config_key(TmaBwdDkDvConfig(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)))
+    del values["SPLIT_OUTPUTS"]
+    assert config_from_key(TmaBwdDkDvConfig, json.dumps(values)).SPLIT_OUTPUTS is False

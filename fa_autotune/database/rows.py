@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from fa_autotune.config import config_from_key, config_key
+from fa_autotune.config import config_from_key
 from fa_autotune.database.entries import (
     CompileStatus,
     KernelRow,
@@ -143,7 +143,7 @@ def candidate_from(family: AttentionFamily, row: Row) -> Candidate:
     parse: Callable[[Any, str], Any] = config_from_key
     text = _text(row, "config", MAX_KEY)
     config = parse(variant_spec(family.kernel_pass, variant).config_type, text)
-    if config_key(config) != text:
+    if canonical_json(json.loads(text)) != text:  # not config_key: an older release knew fewer fields
         raise InvalidPackError(f"config={text!r} is not in canonical form")
     return Candidate(family=family, variant=variant, config=config)
 
