@@ -3,9 +3,10 @@
 Fields in upper case become constants of the generated module, those in lower case are Triton launch options.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, TypeVar
 
 from fa_autotune.errors import InvalidConfigError
@@ -95,7 +96,7 @@ class TmaBwdDkDvConfig(_BackwardConfig):
     SPLIT_OUTPUTS: dk and dv of a key block in two programs, which leaves each the registers for a larger tile.
     """
 
-    SPLIT_OUTPUTS: bool = field(default=False, metadata={ADDED_LATER: True})
+    SPLIT_OUTPUTS: bool = dataclasses.field(default=False, metadata={ADDED_LATER: True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
