@@ -28,15 +28,20 @@ def bind(kernel: LoadedKernel, tensors: Sequence[Tensor], *numbers: float | int 
     their addresses are read.
     """
     grid = kernel.grid(*tensors)
-    arguments = _Arguments(kernel.module.arguments(*tensors, *numbers), tensors)
+    sample = next((tensor for tensor in tensors if tensor.is_cuda), None)
+    scratch = kernel.scratch(sample.device) if sample is not None else ()
+    arguments = _Arguments(kernel.module.arguments(*tensors, *numbers, *scratch), (*tensors, *scratch))
 
     def launch(*actual: Tensor) -> None:
         kernel.run(grid, arguments.filled(actual))
 
-    sample = next((tensor for tensor in tensors if tensor.is_cuda), None)
     if kernel.compiled is None or sample is None:
         return launch
-    return _on_gpu(kernel.compiled, arguments, grid, sample, launch)
+    on_gpu = _on_gpu(kernel.compiled, arguments, grid, sample, launch)
+    if not scratch:
+        return on_gpu
+    device = sample.device
+    return lambda *actual: on_gpu(*actual, *kernel.scratch(device))  # which scratch, the stream decides
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

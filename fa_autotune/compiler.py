@@ -27,6 +27,7 @@ from fa_autotune.worker import WorkerPool
 
 DEFAULT_DEADLINE_S = 120.0
 MAX_SPILL_BYTES = 64  # per thread; a few words outside the loop cost nothing that a measurement shows
+MAX_SPECIALIZED_SPILL_BYTES = 128  # where some warps load and others compute: addresses, once per query tile
 TENSOR_MEMORY_COLUMNS = 512
 VECTOR_BYTES = 16
 
@@ -130,9 +131,10 @@ def tensor_memory(request: CompileRequest, text: CompiledText, resources: Resour
 
 def spills(request: CompileRequest, text: CompiledText, resources: ResourceReport) -> str | None:
     """The kernel keeps its values in registers."""
-    if resources.spill_bytes <= MAX_SPILL_BYTES:
+    limit = MAX_SPECIALIZED_SPILL_BYTES if request.variant is Variant.HOPPER_WS else MAX_SPILL_BYTES
+    if resources.spill_bytes <= limit:
         return None
-    return f"spills {resources.spill_bytes} bytes per thread, at most {MAX_SPILL_BYTES} are let through"
+    return f"spills {resources.spill_bytes} bytes per thread, at most {limit} are let through"
 
 
 def wgmma_serialized(request: CompileRequest, text: CompiledText, resources: ResourceReport) -> str | None:
@@ -144,14 +146,14 @@ def wgmma_serialized(request: CompileRequest, text: CompiledText, resources: Res
 def score_layout(request: CompileRequest, text: CompiledText, resources: ResourceReport) -> str | None:
     """Warps split the query rows: nothing that is reduced along a row crosses warps, so the softmax needs no merge.
 
-    A kernel without matrix products (delta) has no softmax.
+    A kernel without matrix products (delta) has no softmax, and a tensor of one axis no rows.
     """
     if not _PRODUCT.search(text.ttgir):
         return None
     layouts = {match[1]: match[2] for match in _LAYOUT.finditer(text.ttgir)}
     for match in _REDUCTION.finditer(text.ttgir):
-        axis, layout = int(match[1]), layouts.get(match[2], "")
-        if (warps := _warps_along(layout, axis)) > 1:
+        axis, shape, layout = int(match[1]), match[2], layouts.get(match[3], "")
+        if "x" in shape and (warps := _warps_along(layout, axis)) > 1:
             return f"{warps} warps share a row of scores; more rows or fewer warps avoid it"
     return None
 
@@ -160,7 +162,7 @@ def vector_access(request: CompileRequest, text: CompiledText, resources: Resour
     """The aligned form reads units of 16 bytes, or what a small tile has for each thread; tma reads by descriptors."""
     if not text.is_nvidia or request.form is not CompileForm.ALIGNED:
         return None
-    if request.variant is Variant.TMA:
+    if request.variant in (Variant.TMA, Variant.HOPPER_WS):
         return None if "cp.async.bulk.tensor" in text.assembly else "no tensor descriptor load was generated"
     tiles = [prod(map(int, m[1].split("x"))) * _WORD_BYTES.get(m[2], 1) for m in _TILE_LOAD.finditer(text.ttgir)]
     if not tiles:
@@ -180,7 +182,7 @@ GATES: tuple[tuple[str, Gate], ...] = (
 )
 
 _PRODUCT = re.compile(r"\b(?:tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma)")
-_REDUCTION = re.compile(r'"tt\.reduce"\(.*?axis = (\d+).*?\}\) : \(tensor<[\dx]+\w+, #(\w+)', re.DOTALL)
+_REDUCTION = re.compile(r'"tt\.reduce"\(.*?axis = (\d+).*?\}\) : \(tensor<([\dx]+)x\w+, #(\w+)', re.DOTALL)
 _TILE_LOAD = re.compile(r"(?:tt\.load|ttg\.async_copy_global_to_local) .*: tensor<(\d+(?:x\d+)+)x!tt\.ptr<(\w+)>")
 _ROW_LOAD = re.compile(r"(?:tt\.load|ttg\.async_copy_global_to_local) .*: tensor<(\d+)x!tt\.ptr<f32>")
 _LAYOUT = re.compile(r"^#(\w+) = (#ttg\.(?:blocked|linear|nvidia_mma|amd_mfma)<.*>)$", re.MULTILINE)

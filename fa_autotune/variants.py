@@ -10,10 +10,12 @@ from math import prod
 
 from fa_autotune.config import (
     BwdDeltaConfig,
+    HopperWsFwdConfig,
     KernelConfig,
     PortableBwdDkDvConfig,
     PortableBwdDqConfig,
     PortableFwdConfig,
+    Schedule,
     TmaBwdDkDvConfig,
     TmaBwdDqConfig,
     TmaFwdConfig,
@@ -22,6 +24,7 @@ from fa_autotune.constraints import (
     BACKWARD_CONSTRAINTS,
     DELTA_CONSTRAINTS,
     FORWARD_CONSTRAINTS,
+    HOPPER_CONSTRAINTS,
     ONE_KNOB_CHECKS,
     Check,
     Rejected,
@@ -38,9 +41,10 @@ from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, Atten
 from fa_autotune.records import Candidate, CompileForm, Variant
 
 MIN_TRITON = (3, 6)
+GLUON_TRITONS = ((3, 6), (3, 7))
 _DEFAULT_SMEM_BYTES = 62 * 1024  # 64 KB less what the compiler adds: barriers, layout changes
 
-KnobValue = int | bool | None
+KnobValue = int | bool | Schedule | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +148,8 @@ def default_config(spec: VariantSpec, family: AttentionFamily, arch: str) -> Ker
     """An untuned config that fits 64 KB of shared memory, or what all GPUs with descriptors have for a backward's."""
     if spec.kernel_pass is Pass.BWD_DELTA:
         return spec.config(BLOCK_M=32, num_warps=4)
+    if spec.variant is Variant.HOPPER_WS:
+        return _hopper_seeds(spec, family)[0]
     columns = padded_head_dim(family.head_dim) + padded_head_dim(family.head_dim_v)
     if multiplies_by_fma(family, arch):
         owned = 16 if spec.kernel_pass is not Pass.FWD and columns > 256 else 32
@@ -164,6 +170,8 @@ def seed_configs(spec: VariantSpec, family: AttentionFamily, arch: str) -> list[
     default = default_config(spec, family, arch)
     if spec.kernel_pass is Pass.BWD_DELTA:
         return [default, *(spec.config(BLOCK_M=rows, num_warps=warps) for rows, warps in ((16, 4), (64, 4), (64, 8)))]
+    if spec.variant is Variant.HOPPER_WS:
+        return _hopper_seeds(spec, family)
     wide = 2 * max(padded_head_dim(family.head_dim), padded_head_dim(family.head_dim_v))
     piece = 256
     if multiplies_by_fma(family, arch):
@@ -212,6 +220,59 @@ _SEEDS_BY_WARP: dict[Pass, list[list[_Tile]]] = {
         [(32, 32, 8, 2), (64, 16, 8, 2), (16, 32, 4, 1)],
     ],
 }
+
+
+def _hopper_seeds(spec: VariantSpec, family: AttentionFamily) -> list[KernelConfig]:
+    """What was fastest for such head dims, long sequences first."""
+    tiles = _HOPPER_SEEDS[-1][1]
+    for widest, candidates in reversed(_HOPPER_SEEDS):
+        if max(padded_head_dim(family.head_dim), padded_head_dim(family.head_dim_v)) <= widest:
+            tiles = candidates
+    return [
+        spec.config(
+            SCHEDULE=schedule,
+            CONSUMERS=consumers,
+            BLOCK_N=block_n,
+            num_stages=stages,
+            PING_PONG=ping_pong,
+            PACK_P=schedule is not Schedule.SINGLE,
+        )
+        for schedule, consumers, block_n, stages, ping_pong in tiles
+    ]
+
+
+# SCHEDULE, CONSUMERS, BLOCK_N, num_stages, PING_PONG for head dims up to a width.
+_HOPPER_SEEDS: list[tuple[int, list[tuple[Schedule, int, int, int, bool]]]] = [
+    (
+        64,
+        [
+            (Schedule.SINGLE, 1, 128, 2, False),
+            (Schedule.PIPELINED, 3, 128, 2, True),
+            (Schedule.TILE, 3, 128, 2, True),
+            (Schedule.PERSISTENT, 3, 128, 2, True),
+            (Schedule.PIPELINED, 2, 128, 2, True),
+        ],
+    ),
+    (
+        128,
+        [
+            (Schedule.PIPELINED, 2, 128, 2, False),
+            (Schedule.TILE, 2, 128, 2, True),
+            (Schedule.PERSISTENT, 2, 128, 2, True),
+            (Schedule.PIPELINED, 2, 64, 3, True),
+            (Schedule.SINGLE, 1, 64, 2, False),
+        ],
+    ),
+    (
+        256,
+        [
+            (Schedule.TILE, 2, 64, 2, True),
+            (Schedule.PERSISTENT, 2, 64, 2, True),
+            (Schedule.TILE, 2, 64, 2, False),
+            (Schedule.PERSISTENT, 2, 64, 2, False),
+        ],
+    ),
+]
 
 
 def _backward_default(spec: VariantSpec, family: AttentionFamily, arch: str, columns: int) -> _Tile:
@@ -274,6 +335,21 @@ def _tma_supports(family: AttentionFamily, arch: str, triton_version: tuple[int,
     return _portable_supports(family, arch, triton_version)
 
 
+def _hopper_ws_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
+    if arch != "sm_90":
+        return f"its asynchronous matrix products (wgmma) are sm_90's alone, {arch} has none"
+    if triton_version not in GLUON_TRITONS:
+        known = " and ".join(f"{major}.{minor}" for major, minor in GLUON_TRITONS)
+        return (
+            f"Gluon's calls move between releases; written for Triton {known}, not {'.'.join(map(str, triton_version))}"
+        )
+    if family.access is not Access.TMA:
+        return f"tensor descriptors can't read these pointers and strides (access={family.access.value})"
+    if family.dtype is DType.FLOAT32:
+        return "wgmma multiplies no float32 in ieee precision; the portable variant serves"
+    return None
+
+
 def _tma_backward_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
     if multiplies_by_warp(arch):
         return f"on {arch} a backward keeps the tiles of descriptors in registers, and spills; the portable one serves"
@@ -289,6 +365,17 @@ _FORWARD_KNOBS = (
     Knob(name="HEADS_PER_GROUP", values=(1, 4, 8, 16), ordinal=True),
     Knob(name="ROW_SUM_LANES", values=(1, 8)),
     Knob(name="HEAD_DIM_PIECE", values=(32, 64, 128, 256), ordinal=True),
+    Knob(name="EXACT_LENGTHS", values=(False, True)),
+)
+
+_HOPPER_KNOBS = (
+    Knob(name="SCHEDULE", values=tuple(Schedule)),
+    Knob(name="CONSUMERS", values=(1, 2, 3)),
+    Knob(name="BLOCK_N", values=(32, 64, 128), ordinal=True),
+    Knob(name="num_stages", values=(2, 3, 4)),
+    Knob(name="PING_PONG", values=(False, True)),
+    Knob(name="PACK_P", values=(False, True)),
+    Knob(name="HEADS_PER_GROUP", values=(1, 4, 8, 16), ordinal=True),
     Knob(name="EXACT_LENGTHS", values=(False, True)),
 )
 
@@ -325,6 +412,15 @@ VARIANTS: tuple[VariantSpec, ...] = (
         knobs=(*_FORWARD_KNOBS, Knob(name="STORE_BY_TMA", values=(False, True))),
         constraints=FORWARD_CONSTRAINTS,
         supports=_tma_supports,
+    ),
+    VariantSpec(
+        kernel_pass=Pass.FWD,
+        variant=Variant.HOPPER_WS,
+        template="fwd_hopper_ws.py.jinja",
+        config_type=HopperWsFwdConfig,
+        knobs=_HOPPER_KNOBS,
+        constraints=HOPPER_CONSTRAINTS,
+        supports=_hopper_ws_supports,
     ),
     VariantSpec(
         kernel_pass=Pass.BWD_DELTA,
