@@ -78,12 +78,15 @@ def probes(
             Probe(shape=shape(block_m, (block_m // block_n + 1) * block_n), top_left=True, seed=2),
         ]
     long = 2 * max(block_m, block_n)
-    many = [
-        Probe(shape=shape(4 * block_m + 1, 2 * block_n + 3, batch=4, heads=heads), seed=6),
-        Probe(shape=shape(3 * block_m - 1, 5 * block_n - 1, batch=2, heads=2 * heads, group=2), top_left=True, seed=7),
-    ]
+    many = []
+    if programs:
+        ragged, top_left = (
+            shape(4 * block_m + 1, 2 * block_n + 3, batch=4, heads=heads),
+            shape(3 * block_m - 1, 5 * block_n - 1, batch=2, heads=2 * heads, group=2),
+        )
+        many = [Probe(shape=ragged, seed=6), Probe(shape=top_left, top_left=True, seed=7)]
     return [
-        *(many if programs else []),
+        *many,
         Probe(shape=shape(block_m + 1, block_m + 2 * block_n - 1, batch=2, heads=6, group=3)),
         Probe(shape=shape(long + 3, block_n - 1), seed=1),  # causal: rows without a visible key
         Probe(shape=shape(long + 1, long + 1), scale=4.0, seed=2),
