@@ -5,6 +5,8 @@ problems. A peer that can't run a problem says why and is left out of it.
 """
 
 import datetime
+import importlib
+import importlib.util
 import math
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -181,9 +183,9 @@ def _bench_problem(
     inputs = seeded_inputs(problem.family, problem.shape, device=torch.device("cuda", device_index), seed=0)
     makers: dict[str, Peer] = {OURS: partial(_our_backward if backward else _ours, dispatcher)}
     makers |= {name: partial(_backward_of, PEERS[name]) if backward else PEERS[name] for name in against}
-    launches, notes = prepare(makers, problem, inputs, synchronize=torch.cuda.synchronize)
     regime = regime_for(problem, dispatcher.device)
     timer = make_timer(regime, dispatcher.device, device_index)
+    launches, notes = prepare(makers, problem, inputs, attempt=lambda launch: timer(launch, 1))
     measured = confirm(list(launches.values()), timer=timer, regime=regime, policy=policy, device_index=device_index)
     figures = dict(zip(launches, measured, strict=True))
     return [
@@ -197,11 +199,12 @@ def prepare(
     problem: AttentionProblem,
     inputs: tuple[Tensor, Tensor, Tensor],
     *,
-    synchronize: Callable[[], None],
+    attempt: Callable[[Launch], Any],
 ) -> tuple[dict[str, Launch], dict[str, str]]:
     """Launches of the contenders that can run a problem, each tried once, and a note on every contender.
 
-    A peer that fails is left out and its note says why; a failure of ours is raised.
+    `attempt` times a launch as it will be timed, since a peer may run and yet refuse to be captured in a graph. A peer
+    that fails is left out and its note says why; a failure of ours is raised.
     """
     launches: dict[str, Launch] = {}
     notes: dict[str, str] = {}
@@ -209,7 +212,7 @@ def prepare(
         try:
             launch, notes[name] = make(problem, *inputs)
             launch()
-            synchronize()
+            attempt(launch)
         except Exception as error:
             if name == OURS:
                 raise
@@ -223,6 +226,7 @@ def prepare(
 def _ours(
     dispatcher: Dispatcher, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple["partial[None]", str]:
+    problem = problem.as_called()
     decision = dispatcher.decide(problem)
     kernel = load_kernel(decision.candidate, dispatcher.device.arch)
     out = q.new_empty(*q.shape[:3], v.shape[3])
@@ -251,7 +255,7 @@ def _our_backward(
     launches: list[Launch] = []
     notes: list[str] = []
     for kernel_pass in BACKWARD_PASSES:
-        decision = dispatcher.decide(problem.for_pass(kernel_pass))
+        decision = dispatcher.decide(problem.as_called().for_pass(kernel_pass))
         kernel = load_kernel(decision.candidate, dispatcher.device.arch)
         launches.append(partial(kernel, *arguments[kernel_pass]))
         if kernel_pass is not Pass.BWD_DELTA:
@@ -317,11 +321,16 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 def _fa3(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Any], str]:
-    import flash_attn_interface  # noqa: PLC0415 - an optional peer
-
+    library = _first_module("flash_attn_interface", "fa3_fwd_interface")
     q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in (q, k, v))
-    launch = partial(flash_attn_interface.flash_attn_func, q, k, v, causal=problem.family.bounded_right)
-    return launch, "flash_attn_interface (FlashAttention-3), (batch, seqlen, heads, head_dim)"
+    launch = partial(library.flash_attn_func, q, k, v, causal=problem.family.bounded_right)
+    return launch, f"{library.__name__} (FlashAttention-3), (batch, seqlen, heads, head_dim)"
+
+
+def _first_module(*names: str) -> Any:
+    """The first of these modules that is installed; the last one's ImportError if none is."""
+    found = [name for name in names if importlib.util.find_spec(name) is not None]
+    return importlib.import_module(found[0] if found else names[-1])
 
 
 def _require_square(problem: AttentionProblem) -> None:

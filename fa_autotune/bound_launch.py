@@ -1,23 +1,26 @@
 """A kernel bound to the shapes and strides of its tensors: later launches only fill in the addresses.
 
 A generated module's `arguments()` is asked once. On a GPU a launch then costs the addresses, the stream and one call of
-Triton's launcher. A descriptor (tma) depends on an address and on nothing else that changes, so it is encoded once for
-each address; where the launcher is not built as in Triton 3.6 and 3.7, launches go through Triton's public way instead.
+the C function below Triton's launcher. A descriptor (tma) depends on an address and on nothing else that changes, so it
+is encoded once for each address; where the launcher is not built as in Triton 3.6 and 3.7, launches go through Triton's
+public way instead.
 """
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fa_autotune.launch import LoadedKernel, bind_thread
+from fa_autotune.launch import LoadedKernel, bind_thread, make_context_current
 
 Launch = Callable[..., None]
 
 MAX_REMEMBERED_ADDRESSES = 256  # of one descriptor; training comes back to the same few
+_STREAM = object()  # where a launch's stream goes
 
 
 def bind(kernel: LoadedKernel, tensors: Sequence[Tensor], *numbers: float | int | None) -> Launch:
@@ -25,7 +28,7 @@ def bind(kernel: LoadedKernel, tensors: Sequence[Tensor], *numbers: float | int 
 
     `tensors` and `numbers` together are what the kernel is called with; outputs may be on the meta device, and no
     tensor is kept. Later tensors must share their shapes, strides and alignment, but may be views with other axes: only
-    their addresses are read.
+    their addresses are read. A launch wants its GPU to be current.
     """
     grid = kernel.grid(*tensors)
     sample = next((tensor for tensor in tensors if tensor.is_cuda), None)
@@ -84,38 +87,67 @@ class _Arguments:
 def _on_gpu(compiled: Any, arguments: _Arguments, grid: tuple[int, ...], sample: Tensor, slow: Launch) -> Launch:
     import triton  # noqa: PLC0415 - loaded by now: the kernel is compiled
 
-    sample_device, index = sample.device, sample.device.index
-    bind_thread(sample_device)  # descriptors are encoded below
+    index = sample.device.index
+    bind_thread(index)
     with torch.cuda.device(index):
         run = compiled.run  # loads the kernel on the current device
     expanded = _expand(run, arguments, sample)
     if expanded is None:
         return slow
     run, template, fillers = expanded
-    function, metadata, runtime, grid_x = compiled.function, compiled.packed_metadata, triton.knobs.runtime, grid[0]
-    device_of: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+    head = (grid[0], 1, 1, _STREAM, compiled.function, compiled.packed_metadata, None, None, None)
+    function, before, is_flat = _tapped(run, head, template)
+    place = before.index(_STREAM)
     stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of)
+    runtime = triton.knobs.runtime
+
+    first = len(before) if is_flat else 0
+    whole = [*before, *template] if is_flat else template
+    spots = [(first + position, number, known, encode) for position, number, known, encode in fillers]
 
     def launch(*tensors: Tensor) -> None:
-        bind_thread(sample_device)
-        if device_of() != index:
-            with torch.cuda.device(index):
-                launch(*tensors)
-        elif _is_hooked(runtime):  # a profiler wants the launch's metadata
-            slow(*tensors)
+        if _is_hooked(runtime):  # a profiler wants the launch's metadata
+            return slow(*tensors)
+        values = whole.copy()
+        for position, number, known, encode in spots:
+            address = tensors[number].data_ptr()
+            values[position] = address if known is None else known.get(address) or encode(address)
+        if is_flat:
+            values[place] = stream_of(index)
+            function(*values)
         else:
-            values = template.copy()
-            for position, number, encode in fillers:
-                address = tensors[number].data_ptr()
-                values[position] = address if encode is None else encode(address)
-            run(grid_x, 1, 1, stream_of(index), function, metadata, None, None, None, *values)
+            function(*before[:place], stream_of(index), *before[place + 1 :], values)
 
     return launch
 
 
-def _expand(
-    run: Any, arguments: _Arguments, sample: Tensor
-) -> tuple[Any, list[Any], list[tuple[int, int, Any]]] | None:
+_Filler = tuple[int, int, dict[int, Any] | None, Any]  # position, tensor's number, descriptors known, encoder
+
+
+def _tapped(run: Any, head: tuple[Any, ...], template: list[Any]) -> tuple[Callable[..., None], list[Any], bool]:
+    """What Triton's launcher calls in the end, what it hands over before the kernel's arguments, and whether those
+    follow one by one (Triton 3.6) or as one sequence (3.7). The launcher itself, where it does more than that.
+    """
+    handed: list[tuple[Any, ...]] = []
+    if getattr(run, "global_scratch_size", None) == 0 == getattr(run, "profile_scratch_size", None):
+        tapped = copy.copy(run)
+        tapped.launch = lambda *values: handed.append(values)
+        tapped(*head, *template)
+    if len(handed) == 1 and _STREAM in handed[0]:
+        *before, last = handed[0]
+        if isinstance(last, (list, tuple)) and _are_same(last, template):
+            return run.launch, before, False
+        count = len(handed[0]) - len(template)
+        if template and _are_same(handed[0][count:], template):
+            return run.launch, list(handed[0][:count]), True
+    return run, list(head), True
+
+
+def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _expand(run: Any, arguments: _Arguments, sample: Tensor) -> tuple[Any, list[Any], list[_Filler]] | None:
     """The launcher that takes what descriptors stand for, its arguments, and what fills in their addresses.
 
     None where Triton's launcher is not as expected.
@@ -127,14 +159,15 @@ def _expand(
             return None
         run, encode, layouts = opened
         for spot, layout in zip(arguments.descriptors, layouts, strict=True):
-            encoders[spot.position] = _Encoder(encode, arguments.values[spot.position], layout)
+            encoders[spot.position] = _Encoder(encode, arguments.values[spot.position], layout, sample.device.index)
     numbers = {spot.position: spot.number for spot in (*arguments.pointers, *arguments.descriptors)}
     template: list[Any] = []
-    fillers: list[tuple[int, int, Any]] = []
+    fillers: list[_Filler] = []
     for position, value in enumerate(arguments.values):
         encoder = encoders.get(position)
         if position in numbers:
-            fillers.append((len(template), numbers[position], encoder))
+            known = None if encoder is None else encoder.known
+            fillers.append((len(template), numbers[position], known, encoder))
         if encoder is None:
             template.append(value)
         else:
@@ -173,26 +206,28 @@ class _Address:
 class _Encoder:
     """The encoded descriptor of an address, remembered."""
 
-    def __init__(self, encode: Callable[..., list[Any]], descriptor: Any, layout: Any) -> None:
+    def __init__(self, encode: Callable[..., list[Any]], descriptor: Any, layout: Any, index: int) -> None:
+        self._index = index
         self._encode = encode
         self._descriptor = descriptor
         self._layout = layout
-        self._known: dict[int, Any] = {}
+        self.known: dict[int, Any] = {}
 
     def __call__(self, address: int) -> Any:
-        found = self._known.get(address)
-        if found is None:
-            if len(self._known) >= MAX_REMEMBERED_ADDRESSES:
-                self._known.clear()
-            found = self.all_of(address)[0]
-            self._known[address] = found
-        return found
+        if len(self.known) >= MAX_REMEMBERED_ADDRESSES:
+            self.known.clear()
+        self.known[address] = encoded = self.all_of(address)[0]
+        return encoded
 
     def all_of(self, address: int) -> list[Any]:
         """The encoded descriptor and what follows it: shape and strides."""
         descriptor = copy.copy(self._descriptor)
         descriptor.base = _Address(address)
-        return self._encode(descriptor, self._layout)
+        try:
+            return self._encode(descriptor, self._layout)
+        except RuntimeError:  # perhaps in a thread that has no context yet
+            make_context_current(self._index)
+            return self._encode(descriptor, self._layout)
 
 
 def _is_hooked(runtime: Any) -> bool:

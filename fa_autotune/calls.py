@@ -58,11 +58,14 @@ def plan_of(
     mask and layout are those of `tensors`. Not generated: plain torch.
     """
     try:
-        key = (
+        index = q.get_device()
+        key: tuple[Any, ...] = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
+            index, k.get_device(), v.get_device(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
             softmax_scale, mask, layout, generated,
         )  # fmt: skip
+        if index < 0:  # not a GPU; a device's own hash would cost more
+            key += (q.device.type, k.device.type, v.device.type)
     except (AttributeError, RuntimeError):  # lists have no shape, sparse tensors no strides
         check_kinds(q, k, v)
         raise

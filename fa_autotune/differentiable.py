@@ -32,25 +32,38 @@ def attend(
     with_lse: bool,
 ) -> Any:
     """Attention of a call's tensors: out, or (out, lse). The arguments are those of `calls.plan_of`."""
-    is_plain = type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN
-    if not is_plain:
-        check_kinds(q, k, v)
-    device_type = "cuda" if q.is_cuda else "cpu"
-    if torch.is_autocast_enabled(device_type):
-        q, k, v = (_cast(tensor, torch.get_autocast_dtype(device_type)) for tensor in (q, k, v))
-    if not _is_compiling() and (q.is_neg() or k.is_neg() or v.is_neg()):
-        # Views such as z.conj().imag, whose memory holds the opposite sign; a graph's operators resolve them.
-        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
-    if not is_plain or _is_seen_by_others():
-        op: Any = attention_op if _is_compiling() or not _is_transforming() else TransformableAttention.apply
-        results = op(q, k, v, softmax_scale, mask, layout, generated)
-        return results if with_lse else results[0]
+    if (
+        not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
+        or _is_seen_by_others()
+        or (q.is_neg() or k.is_neg() or v.is_neg())
+    ):
+        return _attend_with_care(q, k, v, softmax_scale, mask, layout, generated, with_lse)
+    if _is_autocast(q):
+        q, k, v = _cast(q, k, v)
     plan = plan_of(q, k, v, softmax_scale, mask, layout, generated)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _apply(q, k, v, plan, with_lse)
     if forward_ad._current_level >= 0:
         _check_tangents(q, k, v)
     results = plan.forward(q, k, v)
+    return results if with_lse else results[0]
+
+
+def _attend_with_care(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+    """`attend` for tensors that are not what they seem, and where others look on."""
+    *arguments, with_lse = rest
+    is_plain = type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN
+    if not is_plain:
+        check_kinds(q, k, v)
+    if _is_autocast(q):
+        q, k, v = _cast(q, k, v)
+    if not _is_compiling():
+        # Views such as z.conj().imag, whose memory holds the opposite sign; a graph's operators resolve them.
+        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+    if is_plain and not _is_seen_by_others():
+        return attend(q, k, v, *rest)
+    op: Any = attention_op if _is_compiling() or not _is_transforming() else TransformableAttention.apply
+    results = op(q, k, v, *arguments)
     return results if with_lse else results[0]
 
 
@@ -64,7 +77,7 @@ def attend_packed(q: Tensor | None, packed: Tensor, softmax_scale: float | None,
         and (q is None or type(q) in _PLAIN)
         and torch.is_grad_enabled()
         and packed.requires_grad
-        and not torch.is_autocast_enabled("cuda" if packed.is_cuda else "cpu")
+        and not _is_autocast(packed)
         and not _is_seen_by_others()
     ):
         return _apply_packed(q, packed, softmax_scale, mask, with_lse)
@@ -79,9 +92,18 @@ def _parts(q: Tensor | None, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _is_autocast(q: Tensor) -> bool:
+    return torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu")
+
+
+def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As autocast does with the operands of torch's own attention: float64 and integers stay."""
-    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+    dtype = torch.get_autocast_dtype("cuda" if q.is_cuda else "cpu")
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+    return cast(q), cast(k), cast(v)
 
 
 def _is_seen_by_others() -> bool:

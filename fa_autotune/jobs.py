@@ -197,8 +197,8 @@ def _problems(job: TuneJob, device: DeviceSpec, database: TuningDatabase) -> lis
 
 
 def _of_passes(problems: Sequence[AttentionProblem], passes: Sequence[Pass]) -> list[AttentionProblem]:
-    """Each forward problem's problems of the passes, pass by pass; those of a backward pass stay."""
+    """Each forward problem's problems of the passes, as a call asks for them, pass by pass; a backward's stay."""
     backward = [problem for problem in problems if problem.family.kernel_pass is not Pass.FWD]
     calls = [problem for problem in problems if problem.family.kernel_pass is Pass.FWD]
-    asked = [problem.for_pass(kernel_pass) for kernel_pass in passes for problem in calls]
+    asked = [problem.as_called().for_pass(kernel_pass) for kernel_pass in passes for problem in calls]
     return list(dict.fromkeys([*asked, *backward]))

@@ -4,6 +4,7 @@ What is left to a call is to allocate its results and launch.
 """
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,9 +20,10 @@ from fa_autotune.tensors import (
     FULL,
     Geometry,
     access_of,
+    allocator,
     dense,
     heads_first,
-    lse_size,
+    lse_geometry,
     out_size,
     quad,
 )
@@ -35,6 +37,7 @@ Into = tuple[Tensor | None, Tensor, Tensor]  # where gradients are to be written
 
 _WEAKNESS = {access: weakness for weakness, access in enumerate(Access)}
 _lock = threading.Lock()
+_current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 class CallArguments(NamedTuple):
@@ -66,9 +69,10 @@ class KernelPlan:
         _, num_kv_heads, seqlen_k, head_dim_v = v_view.shape
         self._scale = head_dim**-0.5 if arguments.softmax_scale is None else arguments.softmax_scale
         self._diagonal = diagonal_of(arguments.mask, seqlen_q, seqlen_k)
-        self._device, self._dtype = q.device, q.dtype
+        self._dtype = q.dtype
+        self._allocate = allocator(q.device)
         self._index = q.device.index if q.is_cuda else INTERPRETER_INDEX
-        self._lse_size = lse_size(q, layout)
+        self._lse = lse_geometry(q, layout)
         self._out = dense(out_size(q, v), layout)
         self._gradients = [dense(quad(tensor), layout) for tensor in (q, k, v)]
         self._backwards: dict[tuple[Any, ...], _Backward] = {}
@@ -88,13 +92,17 @@ class KernelPlan:
                 seqlen_k=seqlen_k,
             ),
         )
-        out, lse = self._results("meta")
+        out, lse = self._sketch(self._out), self._sketch(self._lse, torch.float32)
         tensors = (q_view, k_view, v_view, heads_first(out, layout), lse)
         self._launch = bind(kernel_for(self._problem, self._index), tensors, self._scale, self._diagonal)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse), out dense in the call's layout."""
-        out, lse = self._results(self._device)
+        if self._is_elsewhere():
+            with torch.cuda.device(self._index):
+                return self.forward(q, k, v)
+        out = self._allocate(*self._out, self._dtype)
+        lse = self._allocate(*self._lse, torch.float32)
         self._launch(q, k, v, out, lse)
         return out, lse
 
@@ -102,6 +110,9 @@ class KernelPlan:
         self, saved: Saved, d_out: Tensor | None, d_lse: Tensor | None, needed: Needed, into: Into | None = None
     ) -> Gradients:
         """The needed gradients; the saved tensors may have come back with other strides and addresses (from hooks)."""
+        if self._is_elsewhere():
+            with torch.cuda.device(self._index):
+                return self.backward(saved, d_out, d_lse, needed, into)
         q, k, v, out, lse = saved
         if d_out is None:
             d_out = torch.zeros_like(out)
@@ -117,26 +128,27 @@ class KernelPlan:
                     self._backwards.clear()
                 self._backwards[key] = steps
         if steps.copies_d_out:
-            d_out = self._empty(self._out, self._device).copy_(d_out)
-        delta = torch.empty(self._lse_size, dtype=torch.float32, device=self._device)
+            d_out = self._allocate(*self._out, self._dtype).copy_(d_out)
+        delta = self._allocate(*self._lse, torch.float32)
         steps.delta(out, d_out, delta)
         if d_lse is not None:
             delta.sub_(d_lse)
         dq, dk, dv = into or (None, None, None)
         if steps.dkdv is not None:
-            dk = self._empty(self._gradients[1], self._device) if dk is None else dk
-            dv = self._empty(self._gradients[2], self._device) if dv is None else dv
+            dk = self._allocate(*self._gradients[1], self._dtype) if dk is None else dk
+            dv = self._allocate(*self._gradients[2], self._dtype) if dv is None else dv
             steps.dkdv(q, k, v, d_out, lse, delta, dk, dv)
         if steps.dq is not None:
-            dq = self._empty(self._gradients[0], self._device) if dq is None else dq
+            dq = self._allocate(*self._gradients[0], self._dtype) if dq is None else dq
             steps.dq(q, k, v, d_out, lse, delta, dq)
         return dq, dk if needed[1] else None, dv if needed[2] else None
 
-    def _results(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        return self._empty(self._out, device), torch.empty(self._lse_size, dtype=torch.float32, device=device)
+    def _is_elsewhere(self) -> bool:
+        return self._index >= 0 and _current_gpu() != self._index
 
-    def _empty(self, geometry: Geometry, device: torch.device | str) -> Tensor:
-        return torch.empty_strided(*geometry, dtype=self._dtype, device=device)
+    def _sketch(self, geometry: Geometry, dtype: torch.dtype | None = None) -> Tensor:
+        """What binding a kernel needs of a tensor that is yet to be allocated."""
+        return torch.empty_strided(*geometry, dtype=dtype or self._dtype, device="meta")
 
     def _new_backward(self, saved: Saved, d_out: Tensor, needed: Needed, into: Into | None) -> "_Backward":
         layout = self.arguments.layout
@@ -144,10 +156,10 @@ class KernelPlan:
         lse = saved[4]
         copies = _WEAKNESS[access_of(d_out)] > _WEAKNESS[access_of(q, k, v)]
         if copies:
-            d_out = heads_first(self._results("meta")[0], layout)
-        delta = self._results("meta")[1]
+            d_out = heads_first(self._sketch(self._out), layout)
+        delta = self._sketch(self._lse, torch.float32)
         dq, dk, dv = (
-            heads_first(self._empty(geometry, "meta") if target is None else target, layout)
+            heads_first(self._sketch(geometry) if target is None else target, layout)
             for geometry, target in zip(self._gradients, into or (None, None, None), strict=True)
         )
 

@@ -129,7 +129,7 @@ class LoadedKernel:
         owner: Tensor = values[self._owner]
         grid = self.grid(*values)
         if owner.is_cuda:
-            bind_thread(owner.device)
+            bind_thread(owner.device.index)
         arguments = self.module.arguments(*values, *self.scratch(owner.device))
         if owner.is_cuda and owner.device.index != torch.cuda.current_device():
             with torch.cuda.device(owner.device):
@@ -157,13 +157,18 @@ def _num_sms(index: int) -> int:
     return count
 
 
-def bind_thread(device: torch.device) -> None:
-    """Make the GPU's context current in this thread, once: a thread that has not used CUDA yet has none, and Triton
-    encodes tensor descriptors through the driver, which needs it."""
+def bind_thread(index: int) -> None:
+    """`make_context_current`, once in each thread."""
     if not getattr(_thread, "bound", False):
-        if not torch.cuda.is_current_stream_capturing():  # a thread that captures has a context
-            torch.cuda.mem_get_info(device)
+        make_context_current(index)
         _thread.bound = True
+
+
+def make_context_current(index: int) -> None:
+    """Give this thread a GPU's context: one that has not used CUDA yet has none, and Triton encodes tensor descriptors
+    through the driver, which needs it."""
+    if not torch.cuda.is_current_stream_capturing():  # a thread that captures has a context
+        torch.cuda.mem_get_info(index)
 
 
 def load_kernel(candidate: Candidate, arch: str, device_index: int | None = None) -> LoadedKernel:

@@ -4,7 +4,6 @@ Nothing is ever tuned here, and nothing is compiled or loaded inside a CUDA-grap
 """
 
 import threading
-from dataclasses import replace
 
 import torch
 
@@ -58,14 +57,6 @@ def flush_misses() -> int:
     """
     with _lock:
         return sum(dispatcher.flush_misses() for dispatcher in _dispatchers.values())
-
-
-def as_called(problem: AttentionProblem | str) -> AttentionProblem:
-    """The problem that a call asks for: a single row, bottom-right, sees every key and needs no bound."""
-    parsed = AttentionProblem.parse(problem) if isinstance(problem, str) else problem
-    if parsed.shape.seqlen_q > 1 or not parsed.family.bounded_right:
-        return parsed
-    return replace(parsed, family=replace(parsed.family, bounded_right=False))
 
 
 def device_index(device: torch.device | str | int | None) -> int:

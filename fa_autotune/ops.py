@@ -13,7 +13,7 @@ from torch import Tensor
 from fa_autotune.differentiable import attend
 from fa_autotune.dispatch import decide, rendered_digest
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
-from fa_autotune.live_kernels import as_called, device_index, dispatcher_of, flush_misses, kernel_for
+from fa_autotune.live_kernels import device_index, dispatcher_of, flush_misses, kernel_for
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.tensors import BHSD, BOTTOM_RIGHT, BSHD, FULL, as_scale
 
@@ -100,20 +100,24 @@ def warmup(problems: Iterable[AttentionProblem | str], *, device: torch.device |
     """
     index = device_index(device)
     for problem in problems:
-        kernel_for(as_called(problem), index)
+        kernel_for(_as_called(problem), index)
 
 
 def explain(problem: AttentionProblem | str, *, device: torch.device | str | int | None = None) -> str:
     """Which kernel would run a problem on a GPU, where that decision comes from, and why, as text."""
     asked = dispatcher_of(device_index(device))
     decision = decide(  # not asked.decide, which counts a problem without a winner as one that ran
-        as_called(problem),
+        _as_called(problem),
         device=asked.device,
         triton_version=asked.triton_version,
         snapshot=asked.snapshot,
         digest_of=rendered_digest,
     )
     return decision.describe()
+
+
+def _as_called(problem: AttentionProblem | str) -> AttentionProblem:
+    return (AttentionProblem.parse(problem) if isinstance(problem, str) else problem).as_called()
 
 
 # What "off" looks like, where it is not None, and what the argument means.

@@ -245,6 +245,12 @@ class AttentionProblem:
         )
         return cls(family=family, shape=shape).for_pass(kernel_pass)
 
+    def as_called(self) -> Self:
+        """The problem whose kernel runs when this one is called: a single query row, bottom-right, needs no bound."""
+        if self.shape.seqlen_q > 1 or not self.family.bounded_right:
+            return self
+        return replace(self, family=replace(self.family, bounded_right=False))
+
     def for_pass(self, kernel_pass: Pass) -> Self:
         """The problem that another kernel of the same call solves.
 

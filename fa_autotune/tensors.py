@@ -3,10 +3,12 @@
 Checks are made once for each kind of call (`calls`), so they may take their time.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
 
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
 from fa_autotune.problem import MAX_HEAD_DIM, MIN_HEAD_DIM, Access
@@ -23,7 +25,10 @@ FULL, BOTTOM_RIGHT, TOP_LEFT = 0, 1, 2
 DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 
 Quad = tuple[int, int, int, int]
-Geometry = tuple[Quad, Quad]  # size and strides
+Geometry = tuple[tuple[int, ...], tuple[int, ...]]  # size and strides
+Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
+
+_empty_on_gpu: Allocate | None = getattr(guards, "_empty_strided_cuda", None)
 
 
 def heads_first(tensor: Tensor, layout: int) -> Tensor:
@@ -37,6 +42,22 @@ def dense(size: Quad, layout: int) -> Geometry:
     if layout == BHSD_STORED_AS_BSHD:
         return size, (second * third * last, last, second * last, 1)
     return size, (second * third * last, third * last, last, 1)
+
+
+def lse_geometry(q: Tensor, layout: int) -> Geometry:
+    """(batch, num_q_heads, seqlen_q), contiguous."""
+    batch_size, num_heads, seqlen_q = lse_size(q, layout)
+    return (batch_size, num_heads, seqlen_q), (num_heads * seqlen_q, seqlen_q, 1)
+
+
+def allocator(device: torch.device) -> Allocate:
+    """Allocates tensors of a size, strides and dtype on a device; a GPU must be current.
+
+    On a GPU past torch's dispatcher, if torch offers what its own compiled code allocates with: half the host time.
+    """
+    if device.type == "cuda" and _empty_on_gpu is not None:
+        return _empty_on_gpu
+    return lambda size, strides, dtype: torch.empty_strided(size, strides, dtype=dtype, device=device)
 
 
 def quad(tensor: Tensor) -> Quad:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, gradcheck
 from torch.utils.checkpoint import checkpoint
 
-from fa_autotune import attention, calls, kernel_plan, warmup
+from fa_autotune import attention, calls, kernel_plan, tensors, warmup
 from fa_autotune.errors import UnsupportedError
 from fa_autotune.problem import Access, Pass
 from fa_autotune.records import Candidate
@@ -557,6 +557,8 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, poisoning(getattr(torch, name)))
+    monkeypatch.setattr(tensors, "_empty_on_gpu", None)  # past torch's own names
+    monkeypatch.setattr(calls, "_plans", {})
     return filled
 
 

@@ -191,7 +191,14 @@ def test_markdown_without_a_power_limit_says_so() -> None:
 
 def run_prepare(**peers: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, str]]:
     tensor = torch.zeros(1)
-    return prepare(peers, FULL, (tensor, tensor, tensor), synchronize=lambda: None)
+    return prepare(peers, FULL, (tensor, tensor, tensor), attempt=timed)
+
+
+def timed(launch: Callable[[], Any]) -> None:
+    """As a timer would, which captures small problems in a graph."""
+    if launch is refuses_capture:
+        raise RuntimeError("operation not permitted when stream is capturing")
+    launch()
 
 
 def works(*_: object) -> tuple[Callable[[], None], str]:
@@ -209,6 +216,13 @@ def fails_when_launched(*_: object) -> tuple[Callable[[], None], str]:
     return launch, "built"
 
 
+def refuses_capture() -> None: ...
+
+
+def fails_when_captured(*_: object) -> tuple[Callable[[], None], str]:
+    return refuses_capture, "built"
+
+
 def fails_without_a_word(*_: object) -> Any:
     raise NotImplementedError
 
@@ -218,6 +232,7 @@ def fails_without_a_word(*_: object) -> Any:
     [
         (fails_when_built, "did not run: No module named 'flash_attn_interface'"),
         (fails_when_launched, "did not run: head dims must be powers of two"),
+        (fails_when_captured, "did not run: operation not permitted when stream is capturing"),
         (fails_without_a_word, "did not run: NotImplementedError"),
     ],
 )
@@ -389,3 +404,12 @@ def test_help_names_every_peer() -> None:
     (against,) = (option for option in bench_command.params if option.name == "against")
     assert isinstance(against, click.Option)
     assert [name for name in PEERS if name not in (against.help or "")] == []
+
+
+def test_fa3_is_found_under_the_name_of_its_forward_only_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fa3_fwd_interface.py").write_text("def flash_attn_func(q, k, v, causal): return q.shape, causal")
+    monkeypatch.syspath_prepend(tmp_path)
+    problem = AttentionProblem.parse("1x2x2x64x64x64,causal")
+    launch, note = PEERS["fa3"](problem, *(torch.zeros(1, 2, 64, 64) for _ in range(3)))
+    assert launch() == ((1, 64, 2, 64), True)
+    assert note.startswith("fa3_fwd_interface")

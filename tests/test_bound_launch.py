@@ -1,5 +1,6 @@
 """Bound launches: only addresses change between them, and Triton's launcher is used where it is known."""
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ INDEX, STREAM = 3, 77
 
 @pytest.fixture(autouse=True)
 def no_gpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bound_launch, "bind_thread", lambda device: None)
+    monkeypatch.setattr(bound_launch, "bind_thread", lambda index: None)
 
 
 # --- in the interpreter -----------------------------------------------------------------------------------------------
@@ -72,13 +73,35 @@ class Descriptor:
 
 
 class Launcher:
-    """Triton's launcher: hands its arguments to `launch`, as the real one does."""
+    """A launcher that is not known: it hands its arguments to `launch`."""
 
     def __init__(self, launch: Callable[..., None]) -> None:
         self.launch = launch
 
     def __call__(self, *arguments: Any) -> None:
         self.launch(*arguments)
+
+
+class FlatLauncher(Launcher):
+    """Triton 3.6's: adds what it knows of the kernel, and hands on one by one."""
+
+    global_scratch_size = profile_scratch_size = 0
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
+        self.launch(x, y, z, stream, function, "cooperative", None, *rest)
+
+
+class NestedLauncher(FlatLauncher):
+    """Triton 3.7's: the kernel's own arguments come in one sequence."""
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
+        self.launch(x, y, z, stream, function, "cooperative", *rest[:4], "signature", rest[4:])
+
+
+class ScratchLauncher(FlatLauncher):
+    """One whose kernel wants memory of its own at each launch, which only the launcher can give."""
+
+    global_scratch_size = 64
 
 
 def make_tensordesc_arg(descriptor: Any, layout: Any) -> list[Any]:
@@ -104,17 +127,10 @@ def wrapped(launcher: Callable[..., None], tensordesc_meta: list[Any], fixed: in
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A pretended GPU, which is current, and what is launched on it."""
-    found = SimpleNamespace(current=INDEX, launched=[], public=[], switched=[])
-
-    def switch(index: int) -> Any:
-        found.switched.append(index)
-        found.current = index
-        return nullcontext()
-
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: found.current, raising=False)
+    """A pretended GPU, and what is launched on it."""
+    found = SimpleNamespace(launched=[], public=[])
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM + index, raising=False)
-    monkeypatch.setattr(torch.cuda, "device", switch)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     encoded.clear()
     return found
 
@@ -125,7 +141,6 @@ def on_gpu(gpu: SimpleNamespace, run: Any, *arguments: Any, tensors: tuple[Tenso
     launch = bound_launch._on_gpu(
         compiled, bound_launch._Arguments(arguments, tensors), (5, 1, 1), sample, lambda *x: gpu.public.append(x)
     )
-    gpu.switched.clear()
     return launch
 
 
@@ -139,16 +154,26 @@ def test_a_launch_hands_over_addresses_and_the_bound_numbers(gpu: SimpleNamespac
     other, result = torch.ones(2, 3), torch.ones(2, 3)
     launch(other, result)
     assert gpu.launched == [(*FIXED, other.data_ptr(), 0.5, result.data_ptr(), 7)]
-    assert gpu.switched == gpu.public == []
+    assert gpu.public == []
 
 
-def test_a_launch_switches_to_the_kernels_gpu(gpu: SimpleNamespace) -> None:
-    q = torch.ones(2)
-    launch = on_gpu(gpu, Launcher(lambda *arguments: gpu.launched.append(arguments)), q, tensors=(q,))
-    gpu.current = 0
-    launch(q)
-    assert gpu.switched == [INDEX]
-    assert gpu.launched == [(*FIXED, q.data_ptr())]
+@pytest.mark.parametrize("kind", [FlatLauncher, NestedLauncher, ScratchLauncher])
+def test_past_a_known_launcher_the_same_reaches_its_c_function(kind: type[Launcher], gpu: SimpleNamespace) -> None:
+    q, k, out = torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 3)
+    callers: list[str] = []
+
+    def c_function(*arguments: Any) -> None:
+        callers.append(sys._getframe(1).f_code.co_name)
+        *fixed, last = arguments
+        gpu.launched.append((*fixed, *last) if isinstance(last, (list, tuple)) else arguments)
+
+    run = kind(c_function)
+    launch = on_gpu(gpu, run, q, 0.5, k, out, tensors=(q, k, out))
+    assert gpu.launched == []  # nothing runs when it is bound
+    launch(k, out, q)
+    run(*FIXED, k.data_ptr(), 0.5, out.data_ptr(), q.data_ptr())  # what Triton's own way hands over
+    assert gpu.launched[0] == gpu.launched[1]
+    assert callers == ["__call__" if kind is ScratchLauncher else "launch", "__call__"]
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
@@ -210,3 +235,26 @@ def test_the_launcher_of_this_triton_is_known() -> None:
     assert launcher.launch is raw
     assert encode is driver.make_tensordesc_arg
     assert layouts == ["layout"]
+
+
+def test_a_thread_without_a_context_is_given_one_when_a_descriptor_is_encoded(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+    in_fresh_thread = False
+    plainly = make_tensordesc_arg
+
+    def encode(descriptor: Any, layout: Any) -> list[Any]:
+        if in_fresh_thread and not given:
+            raise RuntimeError("Failed to create tensor map descriptor: invalid device context")
+        return plainly(descriptor, layout)
+
+    monkeypatch.setitem(globals(), "make_tensordesc_arg", encode)
+    monkeypatch.setattr(bound_launch, "make_context_current", given.append)
+    q, other = torch.ones(2), torch.ones(2)
+    run = Launcher(wrapped(lambda *arguments: gpu.launched.append(arguments), ["layout"]))
+    launch = on_gpu(gpu, run, Descriptor(q), tensors=(q,))
+    in_fresh_thread = True
+    launch(other)
+    assert given == [INDEX]
+    assert gpu.launched[0][9][1] == other.data_ptr()

@@ -282,6 +282,12 @@ def test_no_tflops_are_claimed_for_a_pass_without_products(path):
     assert "TFLOP/s)" not in result.stderr
 
 
+def test_a_single_causal_row_is_tuned_as_the_problem_that_its_calls_ask_for(path):
+    arguments = ["--problem", "1x8x8x1x512x64,causal", "--trials", 1]
+    document = json.loads(command(*arguments, "--db", path, "--json").stdout)
+    assert [entry["problem"]["bounded_right"] for entry in document["results"]] == [False]
+
+
 def test_several_ways_to_name_problems_add_up(path):
     arguments = ["--problem", "1x8x8x512x512x64", "--model", "gpt2", "--seqlens", "1024", "--trials", 1]
     document = json.loads(command(*arguments, "--db", path, "--json").stdout)

@@ -256,3 +256,16 @@ def test_itemsize_is_bytes_per_element(dtype: DType, itemsize: int) -> None:
 def test_group_size_counts_query_heads_per_kv_head() -> None:
     shape = AttentionShape(batch_size=1, num_q_heads=32, num_kv_heads=8, seqlen_q=1, seqlen_k=1)
     assert shape.gqa_group_size == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "called"),
+    [
+        ("1x2x2x1x80x64,causal", "1x2x2x1x80x64"),
+        ("1x2x2x1x80x64,causal,bwd_dq", "1x2x2x1x80x64,bwd_dq"),
+        ("1x2x2x2x80x64,causal", "1x2x2x2x80x64,causal"),
+        ("1x2x2x1x80x64", "1x2x2x1x80x64"),
+    ],
+)
+def test_a_single_causal_row_is_called_without_a_bound(text: str, called: str) -> None:
+    assert AttentionProblem.parse(text).as_called() == AttentionProblem.parse(called)

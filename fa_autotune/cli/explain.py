@@ -40,7 +40,7 @@ def explain_command(
     *, problem_text: str, device_name: str, triton_version: str | None, db_path: Path | None, as_json: bool
 ) -> None:
     """Say which kernel would run on a problem, and why."""
-    problem = AttentionProblem.parse(problem_text)
+    problem = AttentionProblem.parse(problem_text).as_called()
     device = _device(device_name)
     if db_path is not None and not db_path.exists():
         raise FaAutotuneError(
