@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fa_autotune.launch import LoadedKernel, bind_thread, make_context_current
+from fa_autotune.scratch import scratch_address
 
 Launch = Callable[..., None]
 
@@ -31,20 +32,17 @@ def bind(kernel: LoadedKernel, tensors: Sequence[Tensor], *numbers: float | int 
     their addresses are read. A launch wants its GPU to be current.
     """
     grid = kernel.grid(*tensors)
+    counter = (torch.empty(0, dtype=torch.int32, device="meta"),) if kernel.is_persistent else ()
+    arguments = _Arguments(kernel.module.arguments(*tensors, *numbers, *counter), (*tensors, *counter))
     sample = next((tensor for tensor in tensors if tensor.is_cuda), None)
-    scratch = kernel.scratch(sample.device) if sample is not None else ()
-    arguments = _Arguments(kernel.module.arguments(*tensors, *numbers, *scratch), (*tensors, *scratch))
+    device = torch.device("cpu") if sample is None else sample.device
 
     def launch(*actual: Tensor) -> None:
-        kernel.run(grid, arguments.filled(actual))
+        kernel.run(grid, arguments.filled((*actual, *kernel.scratch(device))))
 
     if kernel.compiled is None or sample is None:
         return launch
-    on_gpu = _on_gpu(kernel.compiled, arguments, grid, sample, launch)
-    if not scratch:
-        return on_gpu
-    device = sample.device
-    return lambda *actual: on_gpu(*actual, *kernel.scratch(device))  # which scratch, the stream decides
+    return _on_gpu(kernel.compiled, arguments, grid, sample, launch, len(tensors) if counter else None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,7 +82,15 @@ class _Arguments:
         return filled
 
 
-def _on_gpu(compiled: Any, arguments: _Arguments, grid: tuple[int, ...], sample: Tensor, slow: Launch) -> Launch:
+def _on_gpu(
+    compiled: Any,
+    arguments: _Arguments,
+    grid: tuple[int, ...],
+    sample: Tensor,
+    slow: Launch,
+    counter: int | None = None,
+) -> Launch:
+    """`counter`: the number of the tensor that no launch is given: it is looked up, since the stream decides which."""
     import triton  # noqa: PLC0415 - loaded by now: the kernel is compiled
 
     index = sample.device.index
@@ -103,7 +109,10 @@ def _on_gpu(compiled: Any, arguments: _Arguments, grid: tuple[int, ...], sample:
 
     first = len(before) if is_flat else 0
     whole = [*before, *template] if is_flat else template
-    spots = [(first + position, number, known, encode) for position, number, known, encode in fillers]
+    spots = [
+        (first + position, number, known, encode) for position, number, known, encode in fillers if number != counter
+    ]
+    place_of_counter = next((first + position for position, number, *_ in fillers if number == counter), None)
 
     def launch(*tensors: Tensor) -> None:
         if _is_hooked(runtime):  # a profiler wants the launch's metadata
@@ -112,11 +121,14 @@ def _on_gpu(compiled: Any, arguments: _Arguments, grid: tuple[int, ...], sample:
         for position, number, known, encode in spots:
             address = tensors[number].data_ptr()
             values[position] = address if known is None else known.get(address) or encode(address)
+        stream = stream_of(index)
+        if place_of_counter is not None:
+            values[place_of_counter] = scratch_address(index, stream)
         if is_flat:
-            values[place] = stream_of(index)
+            values[place] = stream
             function(*values)
         else:
-            function(*before[:place], stream_of(index), *before[place + 1 :], values)
+            function(*before[:place], stream, *before[place + 1 :], values)
 
     return launch
 

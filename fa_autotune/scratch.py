@@ -14,8 +14,10 @@ CHUNK_SLOTS = 1024
 LOW_SLOTS = 512  # captured launches that find a piece even where nothing can be cleared for them
 
 _lock = threading.Lock()
-_by_stream: dict[tuple[int, int], Tensor] = {}
+_chunks: list[Tensor] = []  # never freed: graphs and bound launches know addresses only
 _free: dict[int, list[Tensor]] = {}
+_by_stream: dict[tuple[int, int], Tensor] = {}
+_addresses: dict[tuple[int, int], int] = {}  # of the pieces above; empty where pieces run low
 
 
 def scratch_of(index: int) -> Tensor:
@@ -25,15 +27,21 @@ def scratch_of(index: int) -> Tensor:
             return scratch_of(index)
     if torch.cuda.is_current_stream_capturing():
         return _for_capture(index)
-    stream = torch.cuda.current_stream(index).cuda_stream
-    found = _by_stream.get((index, stream))
-    if found is None or len(_free[index]) < LOW_SLOTS:
-        prepare_scratch(index)
-        with _lock:
-            found = _by_stream.get((index, stream))
-            if found is None:
-                found = _by_stream[index, stream] = _free[index].pop()
-    return found
+    prepare_scratch(index)
+    key = index, torch.cuda.current_stream(index).cuda_stream
+    with _lock:
+        if key not in _by_stream:
+            _by_stream[key] = _free[index].pop()
+        _addresses[key] = _by_stream[key].data_ptr()
+        return _by_stream[key]
+
+
+def scratch_address(index: int, stream: int) -> int:
+    """The address of `scratch_of`, in little time where the stream is known. GPU `index` is current, and so is its
+    `stream`."""
+    if not torch.cuda.is_current_stream_capturing() and (known := _addresses.get((index, stream))):
+        return known
+    return scratch_of(index).data_ptr()
 
 
 def prepare_scratch(index: int) -> None:
@@ -41,14 +49,20 @@ def prepare_scratch(index: int) -> None:
     with _lock:
         free = _free.setdefault(index, [])
         if len(free) < LOW_SLOTS:
-            chunk = torch.zeros(CHUNK_SLOTS, SLOT_INTS, dtype=torch.int32, device=torch.device("cuda", index))
+            chunk = _zeros(index, CHUNK_SLOTS, SLOT_INTS)
             torch.cuda.current_stream(index).synchronize()  # other streams use it, and nothing orders them after this
+            _chunks.append(chunk)
             free.extend(chunk.unbind())
 
 
 def _for_capture(index: int) -> Tensor:
     with _lock:
-        free = _free.get(index)
-        if free:
+        if free := _free.get(index):
+            if len(free) <= LOW_SLOTS:
+                _addresses.clear()  # so that the next launch outside of a capture gets more
             return free.pop()
-    return torch.zeros(SLOT_INTS, dtype=torch.int32, device=torch.device("cuda", index))  # each replay clears it
+    return _zeros(index, SLOT_INTS)  # each replay clears it
+
+
+def _zeros(index: int, *size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.int32, device=torch.device("cuda", index))
