@@ -19,6 +19,7 @@ from threading import Lock
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
+from fa_autotune.disassembly import disassembled, spills_beside_products
 from fa_autotune.errors import CompileError, WorkerDied, WorkerTimeout
 from fa_autotune.generated import compile_module, load_module
 from fa_autotune.paths import triton_cache_dir
@@ -27,7 +28,7 @@ from fa_autotune.worker import WorkerPool
 
 DEFAULT_DEADLINE_S = 120.0
 MAX_SPILL_BYTES = 64  # per thread; a few words outside the loop cost nothing that a measurement shows
-MAX_SPECIALIZED_SPILL_BYTES = 128  # where some warps load and others compute: addresses, once per query tile
+MAX_SPILL_BYTES_PER_TILE = 256  # the same where the loops' machine code was looked at and none of it spills
 TENSOR_MEMORY_COLUMNS = 512
 VECTOR_BYTES = 16
 
@@ -63,7 +64,8 @@ class CompileResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledText:
-    """What the gates read of a compiled kernel: its TTGIR, its assembly (PTX or AMD GCN), and the assembler's log."""
+    """What the gates read of a compiled kernel: its TTGIR, its assembly (PTX or AMD GCN), the assembler's log, and the
+    binary."""
 
     ttgir: str
     assembly: str
@@ -72,6 +74,7 @@ class CompiledText:
     smem_bytes: int
     tensor_memory_columns: int
     is_nvidia: bool
+    binary: bytes
 
 
 Gate = Callable[[CompileRequest, CompiledText, ResourceReport], str | None]
@@ -130,8 +133,12 @@ def tensor_memory(request: CompileRequest, text: CompiledText, resources: Resour
 
 
 def spills(request: CompileRequest, text: CompiledText, resources: ResourceReport) -> str | None:
-    """The kernel keeps its values in registers."""
-    limit = MAX_SPECIALIZED_SPILL_BYTES if request.variant is Variant.HOPPER_WS else MAX_SPILL_BYTES
+    """The kernel keeps its values in registers; one with several roles for its warps may spill outside of its loops."""
+    limit = MAX_SPILL_BYTES
+    if resources.spill_bytes and request.variant is Variant.HOPPER_WS and (sass := disassembled(text.binary)):
+        if count := spills_beside_products(sass):
+            return f"{count} instructions spill in loops of matrix products ({resources.spill_bytes} bytes per thread)"
+        limit = MAX_SPILL_BYTES_PER_TILE
     if resources.spill_bytes <= limit:
         return None
     return f"spills {resources.spill_bytes} bytes per thread, at most {limit} are let through"
@@ -244,6 +251,7 @@ def _compiled_text(module: ModuleType, arch: str) -> tuple[CompiledText, float]:
         smem_bytes=kernel.metadata.shared,
         tensor_memory_columns=getattr(kernel.metadata, "tmem_size", 0) or 0,
         is_nvidia=target.backend == "cuda",
+        binary=kernel.asm["cubin"] if target.backend == "cuda" else b"",
     )
     return text, compile_s
 
