@@ -90,7 +90,7 @@ class HopperWsFwdConfig:
     BLOCK_N: int
     num_stages: int = 2
     PING_PONG: bool = False
-    PACK_P: bool = False
+    PACK_P: bool = True
     HEADS_PER_GROUP: int = 8
     EXACT_LENGTHS: bool = False
 

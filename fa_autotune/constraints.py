@@ -23,6 +23,8 @@ from fa_autotune.problem import AttentionFamily, AttentionShape, DType, Pass
 
 MAX_REGISTERS_PER_THREAD = 255
 BARRIER_BYTES = 512  # at most, of a `hopper_ws` kernel
+RESERVED_SMEM_BYTES = 1024  # of each program, by CUDA
+NARROW_HEAD_DIM = 64
 # What `hopper_ws` kernels leave to all but accumulators, scores and P: addresses, statistics, masks. Less spills.
 OTHER_REGISTERS = 32
 CONSUMER_REGISTERS = {1: 255, 2: 240, 3: 160}  # per thread; the producer has what is left of the SM's
@@ -340,12 +342,69 @@ def warpgroups(
     return None
 
 
+def third_consumer(
+    family: AttentionFamily, shape: AttentionShape | None, config: HopperWsFwdConfig, device: DeviceSpec
+) -> str | None:
+    """Three consumers have 160 registers per thread: enough for narrow accumulators."""
+    if config.CONSUMERS == 3 and padded_head_dim(family.head_dim_v) > NARROW_HEAD_DIM:
+        return (
+            f"CONSUMERS=3 leaves registers for head_dim_v up to {NARROW_HEAD_DIM}, not {family.head_dim_v}: with "
+            "blocks of keys small enough to fit beside more it was slower than 2"
+        )
+    return None
+
+
+def stages_in_flight(
+    family: AttentionFamily, shape: AttentionShape | None, config: HopperWsFwdConfig, device: DeviceSpec
+) -> str | None:
+    """More stages than hide the loads' latency only take shared memory."""
+    widest = max(padded_head_dim(family.head_dim), padded_head_dim(family.head_dim_v))
+    if config.num_stages > 3 and widest > NARROW_HEAD_DIM:
+        return (
+            f"num_stages={config.num_stages} is for head dims up to {NARROW_HEAD_DIM}: wider blocks take longer to use"
+        )
+    return None
+
+
+def packed_probabilities(
+    family: AttentionFamily, shape: AttentionShape | None, config: HopperWsFwdConfig, device: DeviceSpec
+) -> str | None:
+    """Unpacked P is for kernels with one loop, which the compiler leaves paired in registers by itself."""
+    if family.bounded_right and not config.PACK_P:
+        return (
+            "PACK_P=False makes the compiler take P apart between the loops of a causal kernel, half a register a time"
+        )
+    return None
+
+
+def packed_across_tiles(
+    family: AttentionFamily, shape: AttentionShape | None, config: HopperWsFwdConfig, device: DeviceSpec
+) -> str | None:
+    """The same where P crosses from one tile into the next."""
+    if config.SCHEDULE is Schedule.PIPELINED and not config.PACK_P:
+        return "PACK_P=False makes the compiler take P apart between the loops of a pipelined kernel"
+    return None
+
+
 def turns(
     family: AttentionFamily, shape: AttentionShape | None, config: HopperWsFwdConfig, device: DeviceSpec
 ) -> str | None:
     """Taking turns takes two."""
     if config.PING_PONG and config.SCHEDULE is Schedule.SINGLE:
         return "PING_PONG needs two warpgroups that consume"
+    return None
+
+
+def programs_per_sm(
+    family: AttentionFamily, shape: AttentionShape | None, config: HopperWsFwdConfig, device: DeviceSpec
+) -> str | None:
+    """A warpgroup that does everything itself has another program on its SM to run beside it."""
+    need = hopper_smem_bytes(family, config) + RESERVED_SMEM_BYTES
+    if config.SCHEDULE is Schedule.SINGLE and 2 * need > device.smem_per_sm_bytes:
+        return (
+            f"SCHEDULE=single needs two programs on an SM to overlap; {need} bytes of shared memory each pass the "
+            f"{device.smem_per_sm_bytes} that {device.arch} has"
+        )
     return None
 
 
@@ -387,8 +446,13 @@ FORWARD_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
 
 HOPPER_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
     ("warpgroups", warpgroups),
+    ("third_consumer", third_consumer),
     ("turns", turns),
+    ("stages_in_flight", stages_in_flight),
+    ("packed_probabilities", packed_probabilities),
+    ("packed_across_tiles", packed_across_tiles),
     ("shared_memory", hopper_shared_memory),
+    ("programs_per_sm", programs_per_sm),
     ("registers", hopper_registers),
     ("exact_lengths", exact_lengths),
     ("tile_fits_problem", tile_fits_problem),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
+from typing import Any
 
 from fa_autotune.config import (
     BwdDeltaConfig,
@@ -42,6 +43,8 @@ from fa_autotune.records import Candidate, CompileForm, Variant
 
 MIN_TRITON = (3, 6)
 GLUON_TRITONS = ((3, 6), (3, 7))
+_MOST_SPECIALISED_FIRST = (Variant.HOPPER_WS, Variant.TMA, Variant.PORTABLE)
+_SMALL_SPACE = 2048  # points that a search may look at one by one before it starts
 _DEFAULT_SMEM_BYTES = 62 * 1024  # 64 KB less what the compiler adds: barriers, layout changes
 
 KnobValue = int | bool | Schedule | None
@@ -61,6 +64,8 @@ class VariantSpec:
     """One (pass, variant): how it is rendered, searched and what it serves.
 
     `supports(family, arch, triton_version)` gives the reason why this variant can't serve, or None.
+    `canonical(config)` is what a config stands for whose knobs were drawn apart: where one has no meaning beside the
+    others, it has one value.
     """
 
     kernel_pass: Pass
@@ -70,6 +75,7 @@ class VariantSpec:
     knobs: tuple[Knob, ...]
     constraints: tuple[tuple[str, Check], ...]
     supports: Callable[[AttentionFamily, str, tuple[int, int]], str | None]
+    canonical: Callable[[Any], KernelConfig] = lambda config: config
 
     def rejection(
         self, config: KernelConfig, *, family: AttentionFamily, shape: AttentionShape | None, device: DeviceSpec
@@ -89,7 +95,12 @@ class VariantSpec:
         return None
 
     def domain(self, family: AttentionFamily, device: DeviceSpec) -> tuple[Knob, ...]:
-        """The knobs with the values that can ever pass on a family and device: what a search should draw from."""
+        """The knobs with the values that can ever pass on a family and device: what a search should draw from.
+
+        Exactly those in a small space; in a large one, all that pass the constraints on one knob alone.
+        """
+        if self.size() <= _SMALL_SPACE:
+            return self._exact_domain(family, device)
         base = default_config(self, family, device.arch)
         checks = [check for _, check in self.constraints if check in ONE_KNOB_CHECKS]
 
@@ -98,6 +109,13 @@ class VariantSpec:
             return all(check(family, None, config, device) is None for check in checks)
 
         return tuple(replace(knob, values=tuple(v for v in knob.values if usable(knob, v))) for knob in self.knobs)
+
+    def _exact_domain(self, family: AttentionFamily, device: DeviceSpec) -> tuple[Knob, ...]:
+        passing = [c for c in self.configs() if self.rejection(c, family=family, shape=None, device=device) is None]
+        if not passing:
+            return self.knobs
+        used = {knob.name: {getattr(config, knob.name) for config in passing} for knob in self.knobs}
+        return tuple(replace(knob, values=tuple(v for v in knob.values if v in used[knob.name])) for knob in self.knobs)
 
     def size(self) -> int:
         """Number of points in the search space, before constraints."""
@@ -132,7 +150,7 @@ def supported_variants(family: AttentionFamily, arch: str, triton_version: tuple
     served = [
         s for s in VARIANTS if s.kernel_pass is family.kernel_pass and s.supports(family, arch, triton_version) is None
     ]
-    return sorted(served, key=lambda spec: spec.variant is Variant.PORTABLE)
+    return sorted(served, key=lambda spec: _MOST_SPECIALISED_FIRST.index(spec.variant))
 
 
 def rejection(candidate: Candidate, shape: AttentionShape | None, device: DeviceSpec) -> Rejected | None:
@@ -235,31 +253,32 @@ def _hopper_seeds(spec: VariantSpec, family: AttentionFamily) -> list[KernelConf
             BLOCK_N=block_n,
             num_stages=stages,
             PING_PONG=ping_pong,
-            PACK_P=schedule is not Schedule.SINGLE,
         )
         for schedule, consumers, block_n, stages, ping_pong in tiles
     ]
 
 
-# SCHEDULE, CONSUMERS, BLOCK_N, num_stages, PING_PONG for head dims up to a width.
+# SCHEDULE, CONSUMERS, BLOCK_N, num_stages, PING_PONG for head dims up to a width, the default first.
 _HOPPER_SEEDS: list[tuple[int, list[tuple[Schedule, int, int, int, bool]]]] = [
     (
         64,
         [
             (Schedule.SINGLE, 1, 128, 2, False),
-            (Schedule.PIPELINED, 3, 128, 2, True),
-            (Schedule.TILE, 3, 128, 2, True),
             (Schedule.PERSISTENT, 3, 128, 2, True),
+            (Schedule.TILE, 3, 128, 2, True),
+            (Schedule.PIPELINED, 3, 128, 2, True),
             (Schedule.PIPELINED, 2, 128, 2, True),
+            (Schedule.PIPELINED, 2, 128, 3, False),
         ],
     ),
     (
         128,
         [
             (Schedule.PIPELINED, 2, 128, 2, False),
+            (Schedule.PIPELINED, 2, 128, 2, True),
             (Schedule.TILE, 2, 128, 2, True),
+            (Schedule.TILE, 2, 128, 2, False),
             (Schedule.PERSISTENT, 2, 128, 2, True),
-            (Schedule.PIPELINED, 2, 64, 3, True),
             (Schedule.SINGLE, 1, 64, 2, False),
         ],
     ),
@@ -371,13 +390,21 @@ _FORWARD_KNOBS = (
 _HOPPER_KNOBS = (
     Knob(name="SCHEDULE", values=tuple(Schedule)),
     Knob(name="CONSUMERS", values=(1, 2, 3)),
-    Knob(name="BLOCK_N", values=(32, 64, 128), ordinal=True),
+    Knob(name="BLOCK_N", values=(64, 128), ordinal=True),
     Knob(name="num_stages", values=(2, 3, 4)),
     Knob(name="PING_PONG", values=(False, True)),
     Knob(name="PACK_P", values=(False, True)),
-    Knob(name="HEADS_PER_GROUP", values=(1, 4, 8, 16), ordinal=True),
+    Knob(name="HEADS_PER_GROUP", values=(4, 8, 16), ordinal=True),
     Knob(name="EXACT_LENGTHS", values=(False, True)),
 )
+
+
+def _canonical_hopper(config: HopperWsFwdConfig) -> HopperWsFwdConfig:
+    if config.SCHEDULE is Schedule.SINGLE:
+        return replace(config, CONSUMERS=1, PING_PONG=False)
+    pipelined = config.SCHEDULE is Schedule.PIPELINED
+    return replace(config, CONSUMERS=max(2, config.CONSUMERS), PACK_P=config.PACK_P or pipelined)
+
 
 _BACKWARD_KNOBS = tuple(knob for knob in _FORWARD_KNOBS if knob.name != "ROW_SUM_LANES")
 
@@ -421,6 +448,7 @@ VARIANTS: tuple[VariantSpec, ...] = (
         knobs=_HOPPER_KNOBS,
         constraints=HOPPER_CONSTRAINTS,
         supports=_hopper_ws_supports,
+        canonical=_canonical_hopper,
     ),
     VariantSpec(
         kernel_pass=Pass.BWD_DELTA,

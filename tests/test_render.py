@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from strategies import candidates
 
 from fa_autotune import render as render_module
-from fa_autotune.config import PortableFwdConfig, TmaFwdConfig
+from fa_autotune.config import Schedule, TmaFwdConfig
 from fa_autotune.constraints import head_dim_pieces
 from fa_autotune.device import KNOWN_DEVICES
 from fa_autotune.errors import InvalidConfigError, InvalidProblemError, TemplateError
@@ -31,6 +31,7 @@ GOLDEN = Path(__file__).resolve().parent / "golden"
 UPDATE_VARIABLE = "FA_AUTOTUNE_UPDATE_GOLDEN"
 HEADER_LINES = 4
 TILE = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
+HOPPER_TILE = {"SCHEDULE": Schedule.TILE, "CONSUMERS": 2, "BLOCK_N": 64}
 
 
 def make_family(
@@ -59,8 +60,8 @@ def make_backward(kernel_pass: Pass, variant: Variant, family: AttentionFamily, 
 
 
 def make_candidate(variant: Variant, family: AttentionFamily | None = None, **knobs: object) -> Candidate:
-    kind = PortableFwdConfig if variant is Variant.PORTABLE else TmaFwdConfig
-    config = kind(**{**TILE, **knobs})  # type: ignore[arg-type]
+    tile = HOPPER_TILE if variant is Variant.HOPPER_WS else TILE
+    config = variant_spec(Pass.FWD, variant).config(**{**tile, **knobs})  # type: ignore[arg-type]
     return Candidate(family=family or make_family(), variant=variant, config=config)
 
 
@@ -186,7 +187,9 @@ def test_the_signature_names_the_kernels_parameters_in_order(candidate: Candidat
     }
     kernel = functions[f"attention_{candidate.family.kernel_pass}"]
     parameters = [argument.arg for argument in kernel.args.args]
-    assert list(ast.literal_eval(assigned["SIGNATURE"])) == parameters
+    signature = assigned["SIGNATURE"]
+    assert isinstance(signature, ast.Dict)
+    assert [ast.literal_eval(key) for key in signature.keys if key is not None] == parameters
     assert set(ast.literal_eval(assigned["ALIGNMENT"])) <= set(parameters)
 
 
@@ -392,7 +395,24 @@ def leaves(value: object) -> Iterator[object]:
         yield value
 
 
-OUR_WORDS = {"q", "k", "v", "o", "do", "dq", "dk", "dv", "bhm", "bhn", "bhmd", "bhnd", "fp16", "bf16", "fp32"}
+OUR_WORDS = {
+    *Schedule,
+    "q",
+    "k",
+    "v",
+    "o",
+    "do",
+    "dq",
+    "dk",
+    "dv",
+    "bhm",
+    "bhn",
+    "bhmd",
+    "bhnd",
+    "fp16",
+    "bf16",
+    "fp32",
+}
 
 
 @given(candidate=candidates())

@@ -166,7 +166,7 @@ class VariantSearch:
         for changes in (singles, pairs):
             self._random.shuffle(changes)
             for change in changes:
-                yield replace(best, **change), None  # type: ignore[arg-type]
+                yield self.spec.canonical(replace(best, **change)), None  # type: ignore[arg-type]
 
     def _asked(self, limit: int) -> Iterator[tuple[KernelConfig, optuna.Trial | None]]:
         """The sampler's ideas, until it was asked `limit` times in all: its cost grows with the times it was asked."""
@@ -180,7 +180,7 @@ class VariantSearch:
             yield self._config({knob.name: self._random.choice(knob.values) for knob in self._knobs}), None
 
     def _config(self, values: dict[str, KnobValue]) -> KernelConfig:
-        return self.spec.config_type(**values)  # type: ignore[arg-type]
+        return self.spec.canonical(self.spec.config(**values))
 
 
 def _is_scale(knob: Knob) -> bool:
