@@ -75,7 +75,7 @@ class Schedule(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopperWsFwdConfig:
-    """Forward in Gluon, warp-specialised, on Hopper; BLOCK_N, HEADS_PER_GROUP and EXACT_LENGTHS as in
+    """Forward in Gluon, warp-specialised, on Hopper; BLOCK_N, HEADS_PER_GROUP, ROW_SUM_LANES and EXACT_LENGTHS as in
     `PortableFwdConfig`, and
 
     SCHEDULE: see `Schedule`.
@@ -92,6 +92,7 @@ class HopperWsFwdConfig:
     PING_PONG: bool = False
     PACK_P: bool = True
     HEADS_PER_GROUP: int = 8
+    ROW_SUM_LANES: int = 1
     EXACT_LENGTHS: bool = False
 
     def __post_init__(self) -> None:

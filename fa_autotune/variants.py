@@ -253,6 +253,8 @@ def _hopper_seeds(spec: VariantSpec, family: AttentionFamily) -> list[KernelConf
             BLOCK_N=block_n,
             num_stages=stages,
             PING_PONG=ping_pong,
+            HEADS_PER_GROUP=16 if schedule is Schedule.PERSISTENT else 8,
+            ROW_SUM_LANES=1 if schedule is Schedule.PERSISTENT else 8,
         )
         for schedule, consumers, block_n, stages, ping_pong in tiles
     ]
@@ -275,10 +277,10 @@ _HOPPER_SEEDS: list[tuple[int, list[tuple[Schedule, int, int, int, bool]]]] = [
         128,
         [
             (Schedule.PIPELINED, 2, 128, 2, False),
+            (Schedule.PERSISTENT, 2, 128, 2, False),
             (Schedule.PIPELINED, 2, 128, 2, True),
-            (Schedule.TILE, 2, 128, 2, True),
-            (Schedule.TILE, 2, 128, 2, False),
             (Schedule.PERSISTENT, 2, 128, 2, True),
+            (Schedule.TILE, 2, 128, 2, False),
             (Schedule.SINGLE, 1, 64, 2, False),
         ],
     ),
@@ -394,7 +396,8 @@ _HOPPER_KNOBS = (
     Knob(name="num_stages", values=(2, 3, 4)),
     Knob(name="PING_PONG", values=(False, True)),
     Knob(name="PACK_P", values=(False, True)),
-    Knob(name="HEADS_PER_GROUP", values=(4, 8, 16), ordinal=True),
+    Knob(name="HEADS_PER_GROUP", values=(4, 8, 16, 32), ordinal=True),
+    Knob(name="ROW_SUM_LANES", values=(1, 8)),
     Knob(name="EXACT_LENGTHS", values=(False, True)),
 )
 

@@ -50,7 +50,7 @@ def test_the_key_is_this_text_for_ever() -> None:
 def test_the_key_of_a_schedule_is_this_text_for_ever() -> None:
     assert config_key(HOPPER) == (
         '{"BLOCK_N":128,"CONSUMERS":3,"EXACT_LENGTHS":false,"HEADS_PER_GROUP":8,"PACK_P":true,"PING_PONG":false,'
-        '"SCHEDULE":"tile","num_stages":2,"schema":1}'
+        '"ROW_SUM_LANES":1,"SCHEDULE":"tile","num_stages":2,"schema":1}'
     )
 
 
