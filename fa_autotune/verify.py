@@ -68,9 +68,12 @@ def probes(
             batch_size=batch, num_q_heads=heads, num_kv_heads=heads // group, seqlen_q=seqlen_q, seqlen_k=seqlen_k
         )
 
-    heads = -(-programs // 4)  # 4 to 8 tiles for each program, in 4 groups of heads
+    many: list[Probe] = []
+    heads = -(-programs // 4)  # 3 to 5 tiles for each program
     if exact_lengths:
-        many = [Probe(shape=shape(4 * block_m, 3 * block_n, batch=4, heads=heads), seed=6)] if programs else []
+        if programs:
+            exact = shape(4 * block_m, 3 * block_n, batch=4, heads=heads)
+            many = [Probe(shape=exact, seed=6), Probe(shape=exact, top_left=True, seed=7)]
         return [
             *many,
             Probe(shape=shape(2 * block_m, (2 * block_m // block_n + 1) * block_n, batch=2, heads=4, group=2)),
@@ -78,7 +81,6 @@ def probes(
             Probe(shape=shape(block_m, (block_m // block_n + 1) * block_n), top_left=True, seed=2),
         ]
     long = 2 * max(block_m, block_n)
-    many = []
     if programs:
         ragged, top_left = (
             shape(4 * block_m + 1, 2 * block_n + 3, batch=4, heads=heads),

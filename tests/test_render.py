@@ -90,6 +90,22 @@ GOLDEN_CASES = {
     "fwd_tma/fp16_d40_full_exact_store_by_pointers": make_candidate(
         Variant.TMA, make_family(DType.FLOAT16, 40), STORE_BY_TMA=False, EXACT_LENGTHS=True, ROW_SUM_LANES=8
     ),
+    "fwd_hopper_ws/bf16_d64_full_single": make_candidate(
+        Variant.HOPPER_WS, SCHEDULE=Schedule.SINGLE, CONSUMERS=1, BLOCK_N=128
+    ),
+    "fwd_hopper_ws/bf16_d96_causal_tile_ping_pong": make_candidate(
+        Variant.HOPPER_WS, make_family(head_dim=96, causal=True), CONSUMERS=3, PING_PONG=True
+    ),
+    "fwd_hopper_ws/fp16_d128_v192_full_persistent_exact": make_candidate(
+        Variant.HOPPER_WS,
+        make_family(DType.FLOAT16, 128, 192),
+        SCHEDULE=Schedule.PERSISTENT,
+        PACK_P=False,
+        EXACT_LENGTHS=True,
+    ),
+    "fwd_hopper_ws/bf16_d128_causal_pipelined": make_candidate(
+        Variant.HOPPER_WS, make_family(head_dim=128, causal=True), SCHEDULE=Schedule.PIPELINED, BLOCK_N=128
+    ),
     "bwd_delta_portable/bf16_d64": make_backward(Pass.BWD_DELTA, Variant.PORTABLE, make_family()),
     "bwd_delta_portable/bf16_d59_any": make_backward(Pass.BWD_DELTA, Variant.PORTABLE, make_family(head_dim=59)),
     "bwd_dkdv_portable/bf16_d64_causal": make_backward(Pass.BWD_DKDV, Variant.PORTABLE, make_family(causal=True)),
