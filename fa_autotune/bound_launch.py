@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fa_autotune.launch import LoadedKernel, bind_thread, make_context_current
+from fa_autotune.scratch import scratch_address
 
 Launch = Callable[..., None]
 
@@ -32,15 +33,17 @@ def bind(kernel: LoadedKernel, tensors: Sequence[Tensor], *numbers: float | int 
     """
     tensors = [tensor.detach() for tensor in tensors]  # one object for each, also where a caller's q is his k
     grid = kernel.grid(*tensors)
-    arguments = _Arguments(kernel.module.arguments(*tensors, *numbers), tensors)
+    counter = (torch.empty(0, dtype=torch.int32, device="meta"),) if kernel.is_persistent else ()
+    arguments = _Arguments(kernel.module.arguments(*tensors, *numbers, *counter), (*tensors, *counter))
+    sample = next((tensor for tensor in tensors if tensor.is_cuda), None)
+    device = torch.device("cpu") if sample is None else sample.device
 
     def launch(*actual: Tensor) -> None:
-        kernel.run(grid, arguments.filled(actual))
+        kernel.run(grid, arguments.filled((*actual, *kernel.scratch(device))))
 
-    sample = next((tensor for tensor in tensors if tensor.is_cuda), None)
     if kernel.compiled is None or sample is None:
         return launch
-    return _on_gpu(kernel.compiled, arguments, grid, sample, launch)
+    return _on_gpu(kernel.compiled, arguments, grid, sample, launch, len(tensors) if counter else None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,7 +83,15 @@ class _Arguments:
         return filled
 
 
-def _on_gpu(compiled: Any, arguments: _Arguments, grid: tuple[int, ...], sample: Tensor, slow: Launch) -> Launch:
+def _on_gpu(
+    compiled: Any,
+    arguments: _Arguments,
+    grid: tuple[int, ...],
+    sample: Tensor,
+    slow: Launch,
+    counter: int | None = None,
+) -> Launch:
+    """`counter`: the number of the tensor that no launch is given: it is looked up, since the stream decides which."""
     import triton  # noqa: PLC0415 - loaded by now: the kernel is compiled
 
     index = sample.device.index
@@ -99,7 +110,10 @@ def _on_gpu(compiled: Any, arguments: _Arguments, grid: tuple[int, ...], sample:
 
     first = len(before) if is_flat else 0
     whole = [*before, *template] if is_flat else template
-    spots = [(first + position, number, known, encode) for position, number, known, encode in fillers]
+    spots = [
+        (first + position, number, known, encode) for position, number, known, encode in fillers if number != counter
+    ]
+    place_of_counter = next((first + position for position, number, *_ in fillers if number == counter), None)
 
     def launch(*tensors: Tensor) -> None:
         if _is_hooked(runtime):  # a profiler wants the launch's metadata
@@ -108,11 +122,14 @@ def _on_gpu(compiled: Any, arguments: _Arguments, grid: tuple[int, ...], sample:
         for position, number, known, encode in spots:
             address = tensors[number].data_ptr()
             values[position] = address if known is None else known.get(address) or encode(address)
+        stream = stream_of(index)
+        if place_of_counter is not None:
+            values[place_of_counter] = scratch_address(index, stream)
         if is_flat:
-            values[place] = stream_of(index)
+            values[place] = stream
             function(*values)
         else:
-            function(*before[:place], stream_of(index), *before[place + 1 :], values)
+            function(*before[:place], stream, *before[place + 1 :], values)
 
     return launch
 

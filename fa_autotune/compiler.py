@@ -19,6 +19,7 @@ from threading import Lock
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
+from fa_autotune.disassembly import disassembled, spills_beside_products
 from fa_autotune.errors import CompileError, WorkerDied, WorkerTimeout
 from fa_autotune.generated import compile_module, load_module
 from fa_autotune.paths import triton_cache_dir
@@ -27,6 +28,7 @@ from fa_autotune.worker import WorkerPool
 
 DEFAULT_DEADLINE_S = 120.0
 MAX_SPILL_BYTES = 64  # per thread; a few words outside the loop cost nothing that a measurement shows
+MAX_SPILL_BYTES_PER_TILE = 256  # the same where the loops' machine code was looked at and none of it spills
 TENSOR_MEMORY_COLUMNS = 512
 VECTOR_BYTES = 16
 
@@ -62,7 +64,8 @@ class CompileResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledText:
-    """What the gates read of a compiled kernel: its TTGIR, its assembly (PTX or AMD GCN), and the assembler's log."""
+    """What the gates read of a compiled kernel: its TTGIR, its assembly (PTX or AMD GCN), the assembler's log, and the
+    binary."""
 
     ttgir: str
     assembly: str
@@ -71,6 +74,7 @@ class CompiledText:
     smem_bytes: int
     tensor_memory_columns: int
     is_nvidia: bool
+    binary: bytes
 
 
 Gate = Callable[[CompileRequest, CompiledText, ResourceReport], str | None]
@@ -129,10 +133,15 @@ def tensor_memory(request: CompileRequest, text: CompiledText, resources: Resour
 
 
 def spills(request: CompileRequest, text: CompiledText, resources: ResourceReport) -> str | None:
-    """The kernel keeps its values in registers."""
-    if resources.spill_bytes <= MAX_SPILL_BYTES:
+    """The kernel keeps its values in registers; one with several roles for its warps may spill outside of its loops."""
+    limit = MAX_SPILL_BYTES
+    if resources.spill_bytes and request.variant is Variant.HOPPER_WS and (sass := disassembled(text.binary)):
+        if count := spills_beside_products(sass):
+            return f"{count} instructions spill in loops of matrix products ({resources.spill_bytes} bytes per thread)"
+        limit = MAX_SPILL_BYTES_PER_TILE
+    if resources.spill_bytes <= limit:
         return None
-    return f"spills {resources.spill_bytes} bytes per thread, at most {MAX_SPILL_BYTES} are let through"
+    return f"spills {resources.spill_bytes} bytes per thread, at most {limit} are let through"
 
 
 def wgmma_serialized(request: CompileRequest, text: CompiledText, resources: ResourceReport) -> str | None:
@@ -144,14 +153,14 @@ def wgmma_serialized(request: CompileRequest, text: CompiledText, resources: Res
 def score_layout(request: CompileRequest, text: CompiledText, resources: ResourceReport) -> str | None:
     """Warps split the query rows: nothing that is reduced along a row crosses warps, so the softmax needs no merge.
 
-    A kernel without matrix products (delta) has no softmax.
+    A kernel without matrix products (delta) has no softmax, and a tensor of one axis no rows.
     """
     if not _PRODUCT.search(text.ttgir):
         return None
     layouts = {match[1]: match[2] for match in _LAYOUT.finditer(text.ttgir)}
     for match in _REDUCTION.finditer(text.ttgir):
-        axis, layout = int(match[1]), layouts.get(match[2], "")
-        if (warps := _warps_along(layout, axis)) > 1:
+        axis, shape, layout = int(match[1]), match[2], layouts.get(match[3], "")
+        if "x" in shape and (warps := _warps_along(layout, axis)) > 1:
             return f"{warps} warps share a row of scores; more rows or fewer warps avoid it"
     return None
 
@@ -160,7 +169,7 @@ def vector_access(request: CompileRequest, text: CompiledText, resources: Resour
     """The aligned form reads units of 16 bytes, or what a small tile has for each thread; tma reads by descriptors."""
     if not text.is_nvidia or request.form is not CompileForm.ALIGNED:
         return None
-    if request.variant is Variant.TMA:
+    if request.variant in (Variant.TMA, Variant.HOPPER_WS):
         return None if "cp.async.bulk.tensor" in text.assembly else "no tensor descriptor load was generated"
     tiles = [prod(map(int, m[1].split("x"))) * _WORD_BYTES.get(m[2], 1) for m in _TILE_LOAD.finditer(text.ttgir)]
     if not tiles:
@@ -180,7 +189,7 @@ GATES: tuple[tuple[str, Gate], ...] = (
 )
 
 _PRODUCT = re.compile(r"\b(?:tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma)")
-_REDUCTION = re.compile(r'"tt\.reduce"\(.*?axis = (\d+).*?\}\) : \(tensor<[\dx]+\w+, #(\w+)', re.DOTALL)
+_REDUCTION = re.compile(r'"tt\.reduce"\(.*?axis = (\d+).*?\}\) : \(tensor<([\dx]+)x\w+, #(\w+)', re.DOTALL)
 _TILE_LOAD = re.compile(r"(?:tt\.load|ttg\.async_copy_global_to_local) .*: tensor<(\d+(?:x\d+)+)x!tt\.ptr<(\w+)>")
 _ROW_LOAD = re.compile(r"(?:tt\.load|ttg\.async_copy_global_to_local) .*: tensor<(\d+)x!tt\.ptr<f32>")
 _LAYOUT = re.compile(r"^#(\w+) = (#ttg\.(?:blocked|linear|nvidia_mma|amd_mfma)<.*>)$", re.MULTILINE)
@@ -242,6 +251,7 @@ def _compiled_text(module: ModuleType, arch: str) -> tuple[CompiledText, float]:
         smem_bytes=kernel.metadata.shared,
         tensor_memory_columns=getattr(kernel.metadata, "tmem_size", 0) or 0,
         is_nvidia=target.backend == "cuda",
+        binary=kernel.asm["cubin"] if target.backend == "cuda" else b"",
     )
     return text, compile_s
 

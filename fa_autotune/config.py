@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields
+from enum import StrEnum
 from typing import Any, TypeVar
 
 from fa_autotune.errors import InvalidConfigError
@@ -14,6 +15,7 @@ from fa_autotune.problem import canonical_json
 
 SCHEMA_VERSION = 1
 ADDED_LATER = "added later"  # marks a field that rows of older releases lack
+ROWS_PER_WARPGROUP = 64  # of Hopper's matrix instruction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,51 @@ class TmaFwdConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self)
+
+
+class Schedule(StrEnum):
+    """Which warps of a `hopper_ws` program do what, and which query tiles it takes."""
+
+    SINGLE = "single"  # one warpgroup loads for itself, one tile per program, several programs per SM
+    TILE = "tile"  # a producer warp feeds the consumer warpgroups, one tile per program
+    PERSISTENT = "persistent"  # the same, and a program takes tiles from a counter until there are none
+    PIPELINED = "pipelined"  # the same, and tiles overlap: the next one's first scores beside this one's last product
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperWsFwdConfig:
+    """Forward in Gluon, warp-specialised, on Hopper; BLOCK_N, HEADS_PER_GROUP, ROW_SUM_LANES and EXACT_LENGTHS as in
+    `PortableFwdConfig`, and
+
+    SCHEDULE: see `Schedule`.
+    CONSUMERS: warpgroups of 64 query rows each; 1 where a warpgroup loads for itself, else 2 or 3.
+    num_stages: blocks of keys and values in shared memory; Triton is not told.
+    PING_PONG: consumers issue their matrix products in turns.
+    PACK_P: P crosses the loop's back edge as pairs of values in one register.
+    """
+
+    SCHEDULE: Schedule
+    CONSUMERS: int
+    BLOCK_N: int
+    num_stages: int = 2
+    PING_PONG: bool = False
+    PACK_P: bool = True
+    HEADS_PER_GROUP: int = 8
+    ROW_SUM_LANES: int = 1
+    EXACT_LENGTHS: bool = False
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+    @property
+    def BLOCK_M(self) -> int:
+        """Query rows per tile."""
+        return ROWS_PER_WARPGROUP * self.CONSUMERS
+
+    @property
+    def num_warps(self) -> int:
+        """Warps that compute or load; Triton is told of the first warpgroup only."""
+        return 4 if self.SCHEDULE is Schedule.SINGLE else 4 * self.CONSUMERS + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +170,7 @@ class BwdDeltaConfig:
 ForwardConfig = PortableFwdConfig | TmaFwdConfig
 BackwardConfig = PortableBwdDkDvConfig | TmaBwdDkDvConfig | PortableBwdDqConfig | TmaBwdDqConfig
 TiledConfig = ForwardConfig | BackwardConfig  # those with BLOCK_M and BLOCK_N
-KernelConfig = TiledConfig | BwdDeltaConfig
+KernelConfig = TiledConfig | HopperWsFwdConfig | BwdDeltaConfig
 ConfigT = TypeVar("ConfigT", bound=KernelConfig)
 
 
@@ -149,10 +196,16 @@ def config_from_key(kind: type[ConfigT], key: str) -> ConfigT:
     if not needed <= values.keys() <= known:
         wrong = sorted((values.keys() - known) | (needed - values.keys()))
         raise InvalidConfigError(f"{key!r} has missing or unknown entries: {', '.join(wrong)}")
+    if "SCHEDULE" in values:
+        values["SCHEDULE"] = _schedule(values["SCHEDULE"])
     return kind(**values)
 
 
-_LAUNCH_LETTERS = (("w", "num_warps"), ("s", "num_stages"))
+def _schedule(value: object) -> Schedule:
+    try:
+        return Schedule(value)  # type: ignore[arg-type]
+    except ValueError:
+        raise InvalidConfigError(f"SCHEDULE={value!r} is not one of: {', '.join(Schedule)}") from None
 
 
 _LAUNCH_LETTERS = (("w", "num_warps"), ("s", "num_stages"))
@@ -161,7 +214,8 @@ _LAUNCH_LETTERS = (("w", "num_warps"), ("s", "num_stages"))
 def config_label(config: KernelConfig) -> str:
     """Short name for people, such as `64x128 w4 s2`; fields away from their default are named."""
     values = {field.name: getattr(config, field.name) for field in fields(config)}
-    words = ["x".join(str(values[name]) for name in ("BLOCK_M", "BLOCK_N") if name in values)]
+    words = ["x".join(str(getattr(config, name)) for name in ("BLOCK_M", "BLOCK_N") if hasattr(config, name))]
+    words += [str(values["SCHEDULE"])] if "SCHEDULE" in values else []
     words += [f"{letter}{values[name]}" for letter, name in _LAUNCH_LETTERS if name in values]
     for field in fields(config):
         if field.default is not MISSING and values[field.name] != field.default:
@@ -203,6 +257,10 @@ _RULES = {
     "EXACT_LENGTHS": _TRUE_OR_FALSE,
     "STORE_BY_TMA": _TRUE_OR_FALSE,
     "SPLIT_OUTPUTS": _TRUE_OR_FALSE,
+    "SCHEDULE": _Rule(kind=Schedule, words=f"one of: {', '.join(Schedule)}", holds=lambda value: True),
+    "CONSUMERS": _Rule(kind=int, words="1, 2 or 3", holds=lambda value: value in (1, 2, 3)),
+    "PING_PONG": _TRUE_OR_FALSE,
+    "PACK_P": _TRUE_OR_FALSE,
 }
 
 

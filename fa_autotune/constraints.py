@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from fa_autotune.config import (
+    ROWS_PER_WARPGROUP,
     BackwardConfig,
     BwdDeltaConfig,
     ForwardConfig,
+    HopperWsFwdConfig,
     KernelConfig,
+    Schedule,
     TiledConfig,
     TmaBwdDkDvConfig,
 )
@@ -21,6 +24,12 @@ from fa_autotune.problem import AttentionFamily, AttentionShape, DType, Pass
 
 MAX_REGISTERS_PER_THREAD = 255
 WIDEST_TOGETHER = 128  # head dims of dk and dv tiles that one program holds well
+BARRIER_BYTES = 512  # at most, of a `hopper_ws` kernel
+RESERVED_SMEM_BYTES = 1024  # of each program, by CUDA
+NARROW_HEAD_DIM = 64
+# What `hopper_ws` kernels leave to all but accumulators, scores and P: addresses, statistics, masks. Less spills.
+OTHER_REGISTERS = 32
+CONSUMER_REGISTERS = {1: 255, 2: 240, 3: 160}  # per thread; the producer has what is left of the SM's
 MIN_SCORES_PER_WARP = 64  # half of a matrix instruction's smallest tile: wide head dims have other work for a warp
 
 
@@ -100,6 +109,8 @@ def whole_smem_bytes(family: AttentionFamily, config: KernelConfig) -> int:
     stage."""
     if isinstance(config, BwdDeltaConfig):
         return 0
+    if isinstance(config, HopperWsFwdConfig):
+        return hopper_smem_bytes(family, config)
     owned, streamed = owned_and_streamed(family, config)
     row_bytes = _row_bytes(family, config)
     own_bytes = row_bytes
@@ -129,6 +140,23 @@ def forward_registers(family: AttentionFamily, config: ForwardConfig, device: De
 def splits_outputs(config: BackwardConfig) -> bool:
     """Whether dk and dv are computed by different programs."""
     return isinstance(config, TmaBwdDkDvConfig) and config.SPLIT_OUTPUTS
+
+
+def hopper_smem_bytes(family: AttentionFamily, config: HopperWsFwdConfig) -> int:
+    """Shared memory of a `hopper_ws` kernel: query rows, the ring, and rows of O that do not go through the former."""
+    qk_widths, v_widths = head_dim_pieces(family.head_dim), head_dim_pieces(family.head_dim_v)
+    pipelined = config.SCHEDULE is Schedule.PIPELINED
+    columns = sum(qk_widths) * (2 if pipelined else 1)
+    if pipelined or qk_widths[: len(v_widths)] != v_widths:
+        columns += sum(v_widths)
+    ring = config.num_stages * config.BLOCK_N * (sum(qk_widths) + sum(v_widths))
+    return (config.BLOCK_M * columns + ring) * family.dtype.itemsize + BARRIER_BYTES
+
+
+def consumer_registers(family: AttentionFamily, config: HopperWsFwdConfig) -> int:
+    """Registers per thread for the accumulators, the scores, and P as the next operand."""
+    values = padded_head_dim(family.head_dim_v) + config.BLOCK_N + config.BLOCK_N * family.dtype.itemsize // 4
+    return ROWS_PER_WARPGROUP * values // 128
 
 
 def backward_registers(family: AttentionFamily, config: BackwardConfig, device: DeviceSpec) -> int:
@@ -319,6 +347,106 @@ def rows_in_registers(
     return None
 
 
+# --- constraints on hopper_ws -----------------------------------------------------------------------------------------
+
+
+def warpgroups(
+    family: AttentionFamily, shape: AttentionShape | None, config: HopperWsFwdConfig, device: DeviceSpec
+) -> str | None:
+    """One warpgroup loads for itself; a producer pays where two or more consume."""
+    if (config.SCHEDULE is Schedule.SINGLE) != (config.CONSUMERS == 1):
+        return (
+            f"SCHEDULE={config.SCHEDULE} does not go with CONSUMERS={config.CONSUMERS}: single has 1, the others more"
+        )
+    return None
+
+
+def third_consumer(
+    family: AttentionFamily, shape: AttentionShape | None, config: HopperWsFwdConfig, device: DeviceSpec
+) -> str | None:
+    """Three consumers have 160 registers per thread: enough for narrow accumulators."""
+    if config.CONSUMERS == 3 and padded_head_dim(family.head_dim_v) > NARROW_HEAD_DIM:
+        return (
+            f"CONSUMERS=3 leaves registers for head_dim_v up to {NARROW_HEAD_DIM}, not {family.head_dim_v}: with "
+            "blocks of keys small enough to fit beside more it was slower than 2"
+        )
+    return None
+
+
+def stages_in_flight(
+    family: AttentionFamily, shape: AttentionShape | None, config: HopperWsFwdConfig, device: DeviceSpec
+) -> str | None:
+    """More stages than hide the loads' latency only take shared memory."""
+    widest = max(padded_head_dim(family.head_dim), padded_head_dim(family.head_dim_v))
+    if config.num_stages > 3 and widest > NARROW_HEAD_DIM:
+        return (
+            f"num_stages={config.num_stages} is for head dims up to {NARROW_HEAD_DIM}: wider blocks take longer to use"
+        )
+    return None
+
+
+def packed_probabilities(
+    family: AttentionFamily, shape: AttentionShape | None, config: HopperWsFwdConfig, device: DeviceSpec
+) -> str | None:
+    """Unpacked P is for kernels with one loop, which the compiler leaves paired in registers by itself."""
+    if family.bounded_right and not config.PACK_P:
+        return (
+            "PACK_P=False makes the compiler take P apart between the loops of a causal kernel, half a register a time"
+        )
+    return None
+
+
+def packed_across_tiles(
+    family: AttentionFamily, shape: AttentionShape | None, config: HopperWsFwdConfig, device: DeviceSpec
+) -> str | None:
+    """The same where P crosses from one tile into the next."""
+    if config.SCHEDULE is Schedule.PIPELINED and not config.PACK_P:
+        return "PACK_P=False makes the compiler take P apart between the loops of a pipelined kernel"
+    return None
+
+
+def turns(
+    family: AttentionFamily, shape: AttentionShape | None, config: HopperWsFwdConfig, device: DeviceSpec
+) -> str | None:
+    """Taking turns takes two."""
+    if config.PING_PONG and config.SCHEDULE is Schedule.SINGLE:
+        return "PING_PONG needs two warpgroups that consume"
+    return None
+
+
+def programs_per_sm(
+    family: AttentionFamily, shape: AttentionShape | None, config: HopperWsFwdConfig, device: DeviceSpec
+) -> str | None:
+    """A warpgroup that does everything itself has another program on its SM to run beside it."""
+    need = hopper_smem_bytes(family, config) + RESERVED_SMEM_BYTES
+    if config.SCHEDULE is Schedule.SINGLE and 2 * need > device.smem_per_sm_bytes:
+        return (
+            f"SCHEDULE=single needs two programs on an SM to overlap; {need} bytes of shared memory each pass the "
+            f"{device.smem_per_sm_bytes} that {device.arch} has"
+        )
+    return None
+
+
+def hopper_shared_memory(
+    family: AttentionFamily, shape: AttentionShape | None, config: HopperWsFwdConfig, device: DeviceSpec
+) -> str | None:
+    """Query rows and ring fit."""
+    need, limit = hopper_smem_bytes(family, config), device.smem_optin_bytes
+    return None if need <= limit else f"needs {need} bytes of shared memory, {device.arch} offers {limit}"
+
+
+def hopper_registers(
+    family: AttentionFamily, shape: AttentionShape | None, config: HopperWsFwdConfig, device: DeviceSpec
+) -> str | None:
+    """A consumer's accumulators, scores and P fit what setmaxnreg gives its threads, and leave it some."""
+    need, limit = consumer_registers(family, config), CONSUMER_REGISTERS[config.CONSUMERS] - OTHER_REGISTERS
+    if need > limit:
+        return (
+            f"accumulators, scores and P take {need} registers per thread, CONSUMERS={config.CONSUMERS} leaves {limit}"
+        )
+    return None
+
+
 # Constraints that look at one knob only: a value that fails them never passes on that family and device.
 ONE_KNOB_CHECKS: tuple[Check, ...] = (register_cap, head_dim_piece, split_outputs)
 
@@ -331,6 +459,20 @@ FORWARD_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
     ("shared_memory", shared_memory),
     ("registers", registers),
     ("row_sums", row_sums),
+    ("exact_lengths", exact_lengths),
+    ("tile_fits_problem", tile_fits_problem),
+)
+
+HOPPER_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
+    ("warpgroups", warpgroups),
+    ("third_consumer", third_consumer),
+    ("turns", turns),
+    ("stages_in_flight", stages_in_flight),
+    ("packed_probabilities", packed_probabilities),
+    ("packed_across_tiles", packed_across_tiles),
+    ("shared_memory", hopper_shared_memory),
+    ("programs_per_sm", programs_per_sm),
+    ("registers", hopper_registers),
     ("exact_lengths", exact_lengths),
     ("tile_fits_problem", tile_fits_problem),
 )

@@ -102,11 +102,14 @@ def compile_module(module: ModuleType, arch: str) -> Any:
     in another process finds the result in Triton's cache. Raises what Triton raises.
     """
     import triton  # noqa: PLC0415
-    from triton.compiler import ASTSource  # noqa: PLC0415
 
     kernel = module.KERNEL
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as Source  # noqa: PLC0415
+    else:
+        from triton.compiler import ASTSource as Source  # noqa: PLC0415
     divisibility = {
         (kernel.arg_names.index(name),): [["tt.divisibility", divisor]] for name, divisor in module.ALIGNMENT.items()
     }
-    source = ASTSource(fn=kernel, signature=dict(module.SIGNATURE), constexprs={}, attrs=divisibility)
+    source = Source(fn=kernel, signature=dict(module.SIGNATURE), constexprs={}, attrs=divisibility)
     return triton.compile(source, target=compile_target(arch), options=dict(module.OPTIONS))

@@ -24,6 +24,7 @@ from fa_autotune.paths import interpreting
 from fa_autotune.problem import Pass
 from fa_autotune.records import Candidate
 from fa_autotune.render import render
+from fa_autotune.scratch import SLOT_INTS, prepare_scratch, scratch_of
 
 MAX_GRID = 2**31 - 1
 MAX_ERROR_CHARACTERS = 1000  # compilers print pages of intermediate code
@@ -105,7 +106,12 @@ class LoadedKernel:
         self._owner = 1 if candidate.family.kernel_pass is Pass.BWD_DKDV else 0
         self.compiled: Any = None if interpreting() else compile_module(self.module, arch)  # Triton's CompiledKernel
         self.run = _interpreted(self.module) if interpreting() else _compiled(self.compiled)
+        # Persistent kernels have a program per SM and take a tile counter.
+        self.is_persistent = hasattr(self.module, "SCRATCH_INTS")
+        assert getattr(self.module, "SCRATCH_INTS", 0) <= SLOT_INTS
         if self.compiled is not None and device_index is not None:
+            if self.is_persistent:
+                prepare_scratch(device_index)
             with torch.cuda.device(device_index):
                 _ = self.compiled.run  # Triton builds the launcher and loads the binary when this is first read
 
@@ -124,7 +130,7 @@ class LoadedKernel:
         grid = self.grid(*values)
         if owner.is_cuda:
             bind_thread(owner.device.index)
-        arguments = self.module.arguments(*values)
+        arguments = self.module.arguments(*values, *self.scratch(owner.device))
         if owner.is_cuda and owner.device.index != torch.cuda.current_device():
             with torch.cuda.device(owner.device):
                 self.run(grid, arguments)
@@ -134,10 +140,21 @@ class LoadedKernel:
     def grid(self, *values: Any) -> tuple[int, ...]:
         """The programs of a call with these values; LaunchError if a launch can't take that many."""
         owner: Tensor = values[self._owner]
-        grid: tuple[int, ...] = self.module.grid(owner.shape[0], owner.shape[1], owner.shape[2])
+        num_sms = (_num_sms(owner.device.index),) if self.is_persistent else ()
+        grid: tuple[int, ...] = self.module.grid(owner.shape[0], owner.shape[1], owner.shape[2], *num_sms)
         if grid[0] > MAX_GRID:
             raise LaunchError(f"{grid[0]} programs, a launch takes at most {MAX_GRID}: split the batch")
         return grid
+
+    def scratch(self, device: torch.device) -> tuple[Tensor, ...]:
+        """What a launch on a device's current stream takes after a call's values: a tile counter, or nothing."""
+        return (scratch_of(device.index),) if self.is_persistent else ()
+
+
+@cache
+def _num_sms(index: int) -> int:
+    count: int = torch.cuda.get_device_properties(index).multi_processor_count
+    return count
 
 
 def bind_thread(index: int) -> None:

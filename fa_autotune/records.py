@@ -14,6 +14,7 @@ class Variant(StrEnum):
 
     PORTABLE = "portable"
     TMA = "tma"
+    HOPPER_WS = "hopper_ws"
 
 
 class CompileForm(StrEnum):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from fa_autotune.config import BwdDeltaConfig, config_key, config_label
+from fa_autotune.config import BwdDeltaConfig, HopperWsFwdConfig, config_key, config_label
 from fa_autotune.constraints import head_dim_pieces
 from fa_autotune.errors import TemplateError
 from fa_autotune.paths import templates_dir
@@ -76,7 +76,7 @@ def render(candidate: Candidate) -> KernelSource:
         )
     aligned = compile_form(family) is CompileForm.ALIGNED
     last = "" if aligned else "d"
-    widest = MAX_HEAD_DIM if isinstance(config, BwdDeltaConfig) else config.HEAD_DIM_PIECE
+    widest = MAX_HEAD_DIM if isinstance(config, BwdDeltaConfig | HopperWsFwdConfig) else config.HEAD_DIM_PIECE
     try:
         body = (
             _environment()

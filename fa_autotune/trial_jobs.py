@@ -101,11 +101,18 @@ def toolchain_job() -> Toolchain:
 def verify_job(bench: Bench, built: Built) -> AccuracyReport | Failure:
     """Check a candidate's kernel on the probes round its blocks."""
     family, config = built.candidate.family, built.candidate.config
+    kernel = _loaded(built, bench.device.arch)
     block_n, exact_lengths = config.BLOCK_M, False  # delta has no keys
     if not isinstance(config, BwdDeltaConfig):
         block_n, exact_lengths = config.BLOCK_N, config.EXACT_LENGTHS
-    probe_list = probes(family, block_m=config.BLOCK_M, block_n=block_n, exact_lengths=exact_lengths)
-    return verify(_loaded(built, bench.device.arch), family, probe_list, bench.torch_device)
+    probe_list = probes(
+        family,
+        block_m=config.BLOCK_M,
+        block_n=block_n,
+        exact_lengths=exact_lengths,
+        programs=bench.device.num_sms if kernel.is_persistent else 0,
+    )
+    return verify(kernel, family, probe_list, bench.torch_device)
 
 
 @_on_device

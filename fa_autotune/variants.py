@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
+from typing import Any
 
 from fa_autotune.config import (
     BwdDeltaConfig,
+    HopperWsFwdConfig,
     KernelConfig,
     PortableBwdDkDvConfig,
     PortableBwdDqConfig,
     PortableFwdConfig,
+    Schedule,
     TmaBwdDkDvConfig,
     TmaBwdDqConfig,
     TmaFwdConfig,
@@ -22,6 +25,7 @@ from fa_autotune.constraints import (
     BACKWARD_CONSTRAINTS,
     DELTA_CONSTRAINTS,
     FORWARD_CONSTRAINTS,
+    HOPPER_CONSTRAINTS,
     ONE_KNOB_CHECKS,
     Check,
     Rejected,
@@ -38,9 +42,12 @@ from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, Atten
 from fa_autotune.records import Candidate, CompileForm, Variant
 
 MIN_TRITON = (3, 6)
+GLUON_TRITONS = ((3, 6), (3, 7))
+_MOST_SPECIALISED_FIRST = (Variant.HOPPER_WS, Variant.TMA, Variant.PORTABLE)
+_SMALL_SPACE = 2048  # points that a search may look at one by one before it starts
 _DEFAULT_SMEM_BYTES = 62 * 1024  # 64 KB less what the compiler adds: barriers, layout changes
 
-KnobValue = int | bool | None
+KnobValue = int | bool | Schedule | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +64,8 @@ class VariantSpec:
     """One (pass, variant): how it is rendered, searched and what it serves.
 
     `supports(family, arch, triton_version)` gives the reason why this variant can't serve, or None.
+    `canonical(config)` is what a config stands for whose knobs were drawn apart: where one has no meaning beside the
+    others, it has one value.
     """
 
     kernel_pass: Pass
@@ -66,6 +75,7 @@ class VariantSpec:
     knobs: tuple[Knob, ...]
     constraints: tuple[tuple[str, Check], ...]
     supports: Callable[[AttentionFamily, str, tuple[int, int]], str | None]
+    canonical: Callable[[Any], KernelConfig] = lambda config: config
 
     def rejection(
         self, config: KernelConfig, *, family: AttentionFamily, shape: AttentionShape | None, device: DeviceSpec
@@ -85,7 +95,12 @@ class VariantSpec:
         return None
 
     def domain(self, family: AttentionFamily, device: DeviceSpec) -> tuple[Knob, ...]:
-        """The knobs with the values that can ever pass on a family and device: what a search should draw from."""
+        """The knobs with the values that can ever pass on a family and device: what a search should draw from.
+
+        Exactly those in a small space; in a large one, all that pass the constraints on one knob alone.
+        """
+        if self.size() <= _SMALL_SPACE:
+            return self._exact_domain(family, device)
         base = default_config(self, family, device.arch)
         checks = [check for _, check in self.constraints if check in ONE_KNOB_CHECKS]
 
@@ -94,6 +109,13 @@ class VariantSpec:
             return all(check(family, None, config, device) is None for check in checks)
 
         return tuple(replace(knob, values=tuple(v for v in knob.values if usable(knob, v))) for knob in self.knobs)
+
+    def _exact_domain(self, family: AttentionFamily, device: DeviceSpec) -> tuple[Knob, ...]:
+        passing = [c for c in self.configs() if self.rejection(c, family=family, shape=None, device=device) is None]
+        if not passing:
+            return self.knobs
+        used = {knob.name: {getattr(config, knob.name) for config in passing} for knob in self.knobs}
+        return tuple(replace(knob, values=tuple(v for v in knob.values if v in used[knob.name])) for knob in self.knobs)
 
     def size(self) -> int:
         """Number of points in the search space, before constraints."""
@@ -128,7 +150,7 @@ def supported_variants(family: AttentionFamily, arch: str, triton_version: tuple
     served = [
         s for s in VARIANTS if s.kernel_pass is family.kernel_pass and s.supports(family, arch, triton_version) is None
     ]
-    return sorted(served, key=lambda spec: spec.variant is Variant.PORTABLE)
+    return sorted(served, key=lambda spec: _MOST_SPECIALISED_FIRST.index(spec.variant))
 
 
 def rejection(candidate: Candidate, shape: AttentionShape | None, device: DeviceSpec) -> Rejected | None:
@@ -144,6 +166,8 @@ def default_config(spec: VariantSpec, family: AttentionFamily, arch: str) -> Ker
     """An untuned config that fits 64 KB of shared memory, or what all GPUs with descriptors have for a backward's."""
     if spec.kernel_pass is Pass.BWD_DELTA:
         return spec.config(BLOCK_M=32, num_warps=4)
+    if spec.variant is Variant.HOPPER_WS:
+        return _hopper_seeds(spec, family)[0]
     columns = padded_head_dim(family.head_dim) + padded_head_dim(family.head_dim_v)
     if multiplies_by_fma(family, arch):
         owned = 16 if spec.kernel_pass is not Pass.FWD and columns > 256 else 32
@@ -164,6 +188,8 @@ def seed_configs(spec: VariantSpec, family: AttentionFamily, arch: str) -> list[
     default = default_config(spec, family, arch)
     if spec.kernel_pass is Pass.BWD_DELTA:
         return [default, *(spec.config(BLOCK_M=rows, num_warps=warps) for rows, warps in ((16, 4), (64, 4), (64, 8)))]
+    if spec.variant is Variant.HOPPER_WS:
+        return _hopper_seeds(spec, family)
     wide = 2 * max(padded_head_dim(family.head_dim), padded_head_dim(family.head_dim_v))
     piece = 256
     if multiplies_by_fma(family, arch):
@@ -220,6 +246,62 @@ _SEEDS_BY_WARP: dict[Pass, list[list[_Tile]]] = {
         [(32, 32, 8, 2), (64, 16, 8, 2), (16, 32, 4, 1)],
     ],
 }
+
+
+def _hopper_seeds(spec: VariantSpec, family: AttentionFamily) -> list[KernelConfig]:
+    """What was fastest for such head dims, long sequences first."""
+    tiles = _HOPPER_SEEDS[-1][1]
+    for widest, candidates in reversed(_HOPPER_SEEDS):
+        if max(padded_head_dim(family.head_dim), padded_head_dim(family.head_dim_v)) <= widest:
+            tiles = candidates
+    return [
+        spec.config(
+            SCHEDULE=schedule,
+            CONSUMERS=consumers,
+            BLOCK_N=block_n,
+            num_stages=stages,
+            PING_PONG=ping_pong,
+            HEADS_PER_GROUP=16 if schedule is Schedule.PERSISTENT else 8,
+            ROW_SUM_LANES=1 if schedule is Schedule.PERSISTENT else 8,
+        )
+        for schedule, consumers, block_n, stages, ping_pong in tiles
+    ]
+
+
+# SCHEDULE, CONSUMERS, BLOCK_N, num_stages, PING_PONG for head dims up to a width, the default first.
+_HOPPER_SEEDS: list[tuple[int, list[tuple[Schedule, int, int, int, bool]]]] = [
+    (
+        64,
+        [
+            (Schedule.SINGLE, 1, 128, 2, False),
+            (Schedule.PERSISTENT, 3, 128, 2, True),
+            (Schedule.TILE, 3, 128, 2, True),
+            (Schedule.PIPELINED, 3, 128, 2, True),
+            (Schedule.PIPELINED, 2, 128, 2, True),
+            (Schedule.PIPELINED, 2, 128, 3, False),
+        ],
+    ),
+    (
+        128,
+        [
+            (Schedule.PIPELINED, 2, 128, 2, False),
+            (Schedule.PERSISTENT, 2, 128, 2, False),
+            (Schedule.PIPELINED, 2, 128, 2, True),
+            (Schedule.PERSISTENT, 2, 128, 2, True),
+            (Schedule.TILE, 2, 128, 2, False),
+            (Schedule.SINGLE, 1, 64, 2, False),
+        ],
+    ),
+    (
+        256,
+        [
+            (Schedule.TILE, 2, 64, 2, True),
+            (Schedule.PERSISTENT, 2, 64, 2, True),
+            (Schedule.TILE, 2, 64, 2, False),
+            (Schedule.PERSISTENT, 2, 64, 2, False),
+        ],
+    ),
+]
 
 
 def _backward_default(spec: VariantSpec, family: AttentionFamily, arch: str, columns: int) -> _Tile:
@@ -282,6 +364,21 @@ def _tma_supports(family: AttentionFamily, arch: str, triton_version: tuple[int,
     return _portable_supports(family, arch, triton_version)
 
 
+def _hopper_ws_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
+    if arch != "sm_90":
+        return f"its asynchronous matrix products (wgmma) are sm_90's alone, {arch} has none"
+    if triton_version not in GLUON_TRITONS:
+        known = " and ".join(f"{major}.{minor}" for major, minor in GLUON_TRITONS)
+        return (
+            f"Gluon's calls move between releases; written for Triton {known}, not {'.'.join(map(str, triton_version))}"
+        )
+    if family.access is not Access.TMA:
+        return f"tensor descriptors can't read these pointers and strides (access={family.access.value})"
+    if family.dtype is DType.FLOAT32:
+        return "wgmma multiplies no float32 in ieee precision; the portable variant serves"
+    return None
+
+
 def _tma_backward_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
     if multiplies_by_warp(arch):
         return f"on {arch} a backward keeps the tiles of descriptors in registers, and spills; the portable one serves"
@@ -299,6 +396,26 @@ _FORWARD_KNOBS = (
     Knob(name="HEAD_DIM_PIECE", values=(32, 64, 128, 256), ordinal=True),
     Knob(name="EXACT_LENGTHS", values=(False, True)),
 )
+
+_HOPPER_KNOBS = (
+    Knob(name="SCHEDULE", values=tuple(Schedule)),
+    Knob(name="CONSUMERS", values=(1, 2, 3)),
+    Knob(name="BLOCK_N", values=(64, 128), ordinal=True),
+    Knob(name="num_stages", values=(2, 3, 4)),
+    Knob(name="PING_PONG", values=(False, True)),
+    Knob(name="PACK_P", values=(False, True)),
+    Knob(name="HEADS_PER_GROUP", values=(4, 8, 16, 32), ordinal=True),
+    Knob(name="ROW_SUM_LANES", values=(1, 8)),
+    Knob(name="EXACT_LENGTHS", values=(False, True)),
+)
+
+
+def _canonical_hopper(config: HopperWsFwdConfig) -> HopperWsFwdConfig:
+    if config.SCHEDULE is Schedule.SINGLE:
+        return replace(config, CONSUMERS=1, PING_PONG=False)
+    pipelined = config.SCHEDULE is Schedule.PIPELINED
+    return replace(config, CONSUMERS=max(2, config.CONSUMERS), PACK_P=config.PACK_P or pipelined)
+
 
 _BACKWARD_KNOBS = tuple(knob for knob in _FORWARD_KNOBS if knob.name != "ROW_SUM_LANES")
 _SPLIT_OUTPUTS = Knob(name="SPLIT_OUTPUTS", values=(False, True))
@@ -334,6 +451,16 @@ VARIANTS: tuple[VariantSpec, ...] = (
         knobs=(*_FORWARD_KNOBS, Knob(name="STORE_BY_TMA", values=(False, True))),
         constraints=FORWARD_CONSTRAINTS,
         supports=_tma_supports,
+    ),
+    VariantSpec(
+        kernel_pass=Pass.FWD,
+        variant=Variant.HOPPER_WS,
+        template="fwd_hopper_ws.py.jinja",
+        config_type=HopperWsFwdConfig,
+        knobs=_HOPPER_KNOBS,
+        constraints=HOPPER_CONSTRAINTS,
+        supports=_hopper_ws_supports,
+        canonical=_canonical_hopper,
     ),
     VariantSpec(
         kernel_pass=Pass.BWD_DELTA,

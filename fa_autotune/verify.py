@@ -55,22 +55,40 @@ class Probe:
         return 0 if self.top_left else self.shape.seqlen_k - self.shape.seqlen_q
 
 
-def probes(family: AttentionFamily, *, block_m: int, block_n: int, exact_lengths: bool) -> list[Probe]:
-    """Calls around a kernel's blocks: ragged ends, both orders of the lengths, GQA, empty rows, large magnitudes."""
+def probes(
+    family: AttentionFamily, *, block_m: int, block_n: int, exact_lengths: bool, programs: int = 0
+) -> list[Probe]:
+    """Calls around a kernel's blocks: ragged ends, both orders of the lengths, GQA, empty rows, large magnitudes.
+
+    `programs`: how many a persistent kernel runs at most; then there are calls that give each several query tiles.
+    """
 
     def shape(seqlen_q: int, seqlen_k: int, *, batch: int = 1, heads: int = 2, group: int = 1) -> AttentionShape:
         return AttentionShape(
             batch_size=batch, num_q_heads=heads, num_kv_heads=heads // group, seqlen_q=seqlen_q, seqlen_k=seqlen_k
         )
 
+    many: list[Probe] = []
+    heads = -(-programs // 4)  # 3 to 5 tiles for each program
     if exact_lengths:
+        if programs:
+            exact = shape(4 * block_m, 3 * block_n, batch=4, heads=heads)
+            many = [Probe(shape=exact, seed=6), Probe(shape=exact, top_left=True, seed=7)]
         return [
+            *many,
             Probe(shape=shape(2 * block_m, (2 * block_m // block_n + 1) * block_n, batch=2, heads=4, group=2)),
             Probe(shape=shape((block_n // block_m + 2) * block_m, block_n), scale=4.0, seed=1),
             Probe(shape=shape(block_m, (block_m // block_n + 1) * block_n), top_left=True, seed=2),
         ]
     long = 2 * max(block_m, block_n)
+    if programs:
+        ragged, top_left = (
+            shape(4 * block_m + 1, 2 * block_n + 3, batch=4, heads=heads),
+            shape(3 * block_m - 1, 5 * block_n - 1, batch=2, heads=2 * heads, group=2),
+        )
+        many = [Probe(shape=ragged, seed=6), Probe(shape=top_left, top_left=True, seed=7)]
     return [
+        *many,
         Probe(shape=shape(block_m + 1, block_m + 2 * block_n - 1, batch=2, heads=6, group=3)),
         Probe(shape=shape(long + 3, block_n - 1), seed=1),  # causal: rows without a visible key
         Probe(shape=shape(long + 1, long + 1), scale=4.0, seed=2),

@@ -38,14 +38,15 @@ def attention_landscape(device: DeviceSpec, *, failing_share: float = 0.04) -> L
         if config.BLOCK_M * config.BLOCK_N * config.num_stages > 2**17:
             return TrialStatus.COMPILE_FAILED
         threads = config.num_warps * device.warp_size
+        maxnreg = getattr(config, "maxnreg", None) or 255
         registers = 40 + config.BLOCK_M * (problem.family.head_dim_v + 1.5 * config.BLOCK_N) / threads
-        if registers > (config.maxnreg or 255) * 1.1:
+        if registers > maxnreg * 1.1:
             return TrialStatus.OVER_RESOURCES
         smem = config.num_stages * config.BLOCK_N * problem.family.head_dim * 2 * problem.family.dtype.itemsize
         resident = min(
             device.max_threads_per_sm // threads,
             device.smem_per_sm_bytes // max(1, smem),
-            int(device.regs_per_sm // (threads * min(registers, config.maxnreg or 255))),
+            int(device.regs_per_sm // (threads * min(registers, maxnreg))),
         )
         if resident < 1:
             return TrialStatus.LAUNCH_FAILED

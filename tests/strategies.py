@@ -16,8 +16,10 @@ from fa_autotune.problem import (
     Pass,
     strongest_access,
 )
-from fa_autotune.records import Candidate
+from fa_autotune.records import Candidate, Variant
 from fa_autotune.variants import VARIANTS, VariantSpec
+
+PLAIN_VARIANTS = (Variant.PORTABLE, Variant.TMA)  # of every pass but delta, and what the interpreter runs
 
 
 def head_dims() -> st.SearchStrategy[int]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from strategies import PLAIN_VARIANTS
 from torch import Tensor
 
-from fa_autotune import bound_launch
+from fa_autotune import bound_launch, scratch
 from fa_autotune.bound_launch import bind
 from fa_autotune.device import INTERPRETER
 from fa_autotune.errors import LaunchError
@@ -34,7 +35,7 @@ def no_gpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.kernel
 @pytest.mark.skipif(not interpreting(), reason="needs TRITON_INTERPRET=1: on a GPU, test_gpu_backward.py runs launches")
-@pytest.mark.parametrize("variant", Variant)
+@pytest.mark.parametrize("variant", PLAIN_VARIANTS)
 def test_a_bound_launch_runs_on_other_tensors_than_it_was_bound_with(variant: Variant) -> None:
     family = AttentionFamily(dtype=DType.BFLOAT16, head_dim=32, head_dim_v=32, bounded_right=True)
     shape = AttentionShape(batch_size=1, num_q_heads=2, num_kv_heads=1, seqlen_q=20, seqlen_k=30)
@@ -135,11 +136,18 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return found
 
 
-def on_gpu(gpu: SimpleNamespace, run: Any, *arguments: Any, tensors: tuple[Tensor, ...]) -> Callable[..., None]:
+def on_gpu(
+    gpu: SimpleNamespace, run: Any, *arguments: Any, tensors: tuple[Tensor, ...], counter: int | None = None
+) -> Callable[..., None]:
     compiled = SimpleNamespace(run=run, function="function", packed_metadata="metadata")
     sample = SimpleNamespace(device=torch.device("cuda", INDEX), data_ptr=lambda: 4096)
     launch = bound_launch._on_gpu(
-        compiled, bound_launch._Arguments(arguments, tensors), (5, 1, 1), sample, lambda *x: gpu.public.append(x)
+        compiled,
+        bound_launch._Arguments(arguments, tensors),
+        (5, 1, 1),
+        sample,
+        lambda *x: gpu.public.append(x),
+        counter,
     )
     return launch
 
@@ -220,6 +228,98 @@ def test_a_launcher_that_is_not_known_is_left_alone(launch: Any, gpu: SimpleName
     bound = on_gpu(gpu, Launcher(launch), Descriptor(q), tensors=(q,))
     bound(q)
     assert (len(gpu.public), gpu.launched) == (1, [])
+
+
+class Scratch:
+    """In place of the module's memory: one piece for each stream, and a fresh one for each captured launch."""
+
+    def __init__(self) -> None:
+        self.stream, self.capturing = 0, False
+        self.slow: list[int] = []
+        self.known: dict[tuple[int, int], Tensor] = {}
+
+    def of(self, index: int) -> Tensor:
+        self.slow.append(self.stream)
+        if self.capturing:
+            return torch.zeros(8, dtype=torch.int32)
+        piece = self.known.setdefault((index, self.stream), torch.zeros(8, dtype=torch.int32))
+        scratch._addresses[index, self.stream] = piece.data_ptr()
+        return piece
+
+
+@pytest.fixture
+def memory(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Scratch:
+    """The scratch memory of the pretended GPU, whose current stream and capture a test can set."""
+    memory = Scratch()
+    monkeypatch.setattr(scratch, "_addresses", {})
+    monkeypatch.setattr(scratch, "scratch_of", memory.of)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: memory.capturing)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: memory.stream, raising=False)
+    return memory
+
+
+@pytest.mark.parametrize("kind", [Launcher, FlatLauncher, NestedLauncher])
+def test_a_launch_takes_the_counter_of_its_stream(kind: type[Launcher], gpu: SimpleNamespace, memory: Scratch) -> None:
+    def c_function(*arguments: Any) -> None:
+        *fixed, last = arguments
+        gpu.launched.append((*fixed, *last) if isinstance(last, (list, tuple)) else arguments)
+
+    q, counter = torch.ones(2, 3), torch.empty(0, dtype=torch.int32, device="meta")
+    launch = on_gpu(gpu, kind(c_function), q, counter, 0.5, tensors=(q, counter), counter=1)
+    for stream in (7, 8, 7, 8, 7):
+        memory.stream = stream
+        launch(q)
+    found = [arguments[-2] for arguments in gpu.launched]
+    seven, eight = (memory.known[INDEX, stream].data_ptr() for stream in (7, 8))
+    assert found == [seven, eight, seven, eight, seven]
+    assert memory.slow == [7, 8]  # after that a stream costs one look-up
+    assert [arguments[-3:] for arguments in gpu.launched] == [(q.data_ptr(), address, 0.5) for address in found]
+
+
+def test_a_captured_launch_never_takes_its_streams_counter(gpu: SimpleNamespace, memory: Scratch) -> None:
+    q, counter = torch.ones(2, 3), torch.empty(0, dtype=torch.int32, device="meta")
+    run = Launcher(lambda *arguments: gpu.launched.append(arguments))
+    launch = on_gpu(gpu, run, q, counter, tensors=(q, counter), counter=1)
+    memory.stream = 7
+    launch(q)
+    memory.capturing = True
+    launch(q)
+    memory.capturing = False
+    launch(q)
+    addresses = [arguments[-1] for arguments in gpu.launched]
+    assert addresses[0] == addresses[2] != addresses[1]
+    assert memory.slow == [7, 7]
+
+
+class PersistentKernel:
+    """What `bind` asks of a loaded kernel with a tile counter, which has no launcher of its own here."""
+
+    is_persistent, compiled = True, None
+
+    def __init__(self) -> None:
+        self.module = SimpleNamespace(arguments=lambda *values: values)
+        self.ran: list[list[Any]] = []
+        self.pieces: list[Tensor] = []
+
+    def grid(self, *values: Any) -> tuple[int, ...]:
+        return (3, 1, 1)
+
+    def scratch(self, device: torch.device) -> tuple[Tensor, ...]:
+        self.pieces.append(torch.zeros(8, dtype=torch.int32))
+        return (self.pieces[-1],)
+
+    def run(self, grid: tuple[int, ...], arguments: list[Any]) -> None:
+        self.ran.append(arguments)
+
+
+def test_the_public_way_asks_for_a_counter_at_each_launch_and_none_when_it_is_bound() -> None:
+    kernel, q, other = PersistentKernel(), torch.ones(2), torch.ones(2)
+    launch = bind(kernel, (q,), 0.5)  # type: ignore[arg-type]
+    assert kernel.pieces == []
+    launch(q)
+    launch(other)
+    assert [arguments[0] for arguments in kernel.ran] == [q, other]
+    assert [arguments[1:] for arguments in kernel.ran] == [[0.5, piece] for piece in kernel.pieces]
 
 
 def test_the_launcher_of_this_triton_is_known() -> None:

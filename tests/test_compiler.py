@@ -106,7 +106,7 @@ def request_for_source(folder: Path, name: str, source: str) -> CompileRequest:
 
 
 def compiled_text(
-    *, assembly: str = "", log: str = "", tensor_memory_columns: int = 0, is_nvidia: bool = True
+    *, assembly: str = "", log: str = "", tensor_memory_columns: int = 0, is_nvidia: bool = True, binary: bytes = b""
 ) -> CompiledText:
     return CompiledText(
         ttgir="",
@@ -116,6 +116,7 @@ def compiled_text(
         smem_bytes=0,
         tensor_memory_columns=tensor_memory_columns,
         is_nvidia=is_nvidia,
+        binary=binary,
     )
 
 

@@ -10,10 +10,12 @@ from strategies import candidates, json_values
 
 from fa_autotune.config import (
     BwdDeltaConfig,
+    HopperWsFwdConfig,
     KernelConfig,
     PortableBwdDkDvConfig,
     PortableBwdDqConfig,
     PortableFwdConfig,
+    Schedule,
     TmaBwdDkDvConfig,
     config_from_key,
     config_key,
@@ -23,6 +25,7 @@ from fa_autotune.errors import InvalidConfigError
 from fa_autotune.records import Candidate
 
 PORTABLE = PortableFwdConfig(BLOCK_M=64, BLOCK_N=128, num_warps=4, num_stages=2)
+HOPPER = HopperWsFwdConfig(SCHEDULE=Schedule.TILE, CONSUMERS=3, BLOCK_N=128)
 
 
 @given(candidates())
@@ -43,6 +46,47 @@ def test_the_key_is_this_text_for_ever() -> None:
         '"HEAD_DIM_PIECE":256,"ROW_SUM_LANES":1,"maxnreg":null,'
         '"num_stages":2,"num_warps":4,"schema":1}'
     )
+
+
+def test_the_key_of_a_schedule_is_this_text_for_ever() -> None:
+    assert config_key(HOPPER) == (
+        '{"BLOCK_N":128,"CONSUMERS":3,"EXACT_LENGTHS":false,"HEADS_PER_GROUP":8,"PACK_P":true,"PING_PONG":false,'
+        '"ROW_SUM_LANES":1,"SCHEDULE":"tile","num_stages":2,"schema":1}'
+    )
+
+
+@pytest.mark.parametrize("value", ["tiles", "", 1, None, True, ["tile"], {"tile": 1}])
+def test_a_key_with_another_schedule_is_refused(value: object) -> None:
+    key = json.dumps({**json.loads(config_key(HOPPER)), "SCHEDULE": value})
+    with pytest.raises(InvalidConfigError, match="is not one of: single, tile, persistent, pipelined"):
+        config_from_key(HopperWsFwdConfig, key)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("SCHEDULE", "tile", "one of: single, tile, persistent, pipelined"),
+        ("CONSUMERS", 4, "1, 2 or 3"),
+        ("CONSUMERS", True, "1, 2 or 3"),
+        ("PING_PONG", 1, "true or false"),
+        ("PACK_P", 0, "true or false"),
+        ("BLOCK_N", 96, "a power of two"),
+    ],
+)
+def test_a_value_outside_the_domain_of_a_schedule_is_refused(name: str, value: object, says: str) -> None:
+    with pytest.raises(InvalidConfigError, match=says):
+        replace(HOPPER, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "consumers", "rows", "warps"),
+    [(Schedule.SINGLE, 1, 64, 4), (Schedule.TILE, 2, 128, 9), (Schedule.PIPELINED, 3, 192, 13)],
+)
+def test_a_schedule_has_64_rows_for_each_consumer_and_a_warp_that_loads(
+    schedule: Schedule, consumers: int, rows: int, warps: int
+) -> None:
+    config = HopperWsFwdConfig(SCHEDULE=schedule, CONSUMERS=consumers, BLOCK_N=64)
+    assert (config.BLOCK_M, config.num_warps) == (rows, warps)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +138,7 @@ def test_a_label_names_what_is_away_from_its_default() -> None:
     assert config_label(replace(PORTABLE, maxnreg=128, EXACT_LENGTHS=True)) == (
         "64x128 w4 s2 maxnreg=128 exact_lengths=True"
     )
+    assert config_label(replace(HOPPER, PING_PONG=True)) == "192x128 tile s2 ping_pong=True"
 
 
 @pytest.mark.parametrize("kind", get_args(KernelConfig))
@@ -105,7 +150,7 @@ def test_every_field_is_a_constant_or_a_launch_option(kind: type[KernelConfig]) 
 @pytest.mark.parametrize("kind", get_args(KernelConfig))
 @pytest.mark.parametrize("value", ["64", 63.5, -1, 0, 2**40])
 def test_every_field_of_every_config_has_a_rule(kind: type[KernelConfig], value: object) -> None:
-    right = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
+    right = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2, "SCHEDULE": Schedule.TILE, "CONSUMERS": 2}
     required = {field.name: right[field.name] for field in fields(kind) if field.default is MISSING}
     for field in fields(kind):
         with pytest.raises(InvalidConfigError, match=f"{field.name}="):

@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+import re
 import shlex
 import sqlite3
 import subprocess
@@ -21,8 +22,8 @@ from hypothesis import strategies as st
 
 from fa_autotune.cli import main
 from fa_autotune.cli.explain import explain_command
-from fa_autotune.config import KernelConfig, PortableFwdConfig, TmaFwdConfig
-from fa_autotune.constraints import in_flight_smem_bytes
+from fa_autotune.config import HopperWsFwdConfig, KernelConfig, PortableFwdConfig, Schedule, TmaFwdConfig
+from fa_autotune.constraints import whole_smem_bytes
 from fa_autotune.device import INTERPRETER, KNOWN_DEVICES, DeviceSpec
 from fa_autotune.dispatch import MAX_REMEMBERED, Decision, Dispatcher, Origin, decide, shape_distance
 from fa_autotune.errors import FaAutotuneError, NoKernelError, TemplateError, UnsupportedError
@@ -39,9 +40,12 @@ TRITON = "3.7.1"
 PROBLEM = AttentionProblem.parse("4x32x8x4096x4096x128,causal")
 PORTABLE = PortableFwdConfig(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3)
 TMA = TmaFwdConfig(BLOCK_M=64, BLOCK_N=128, num_warps=4, num_stages=2)
+HOPPER = HopperWsFwdConfig(SCHEDULE=Schedule.PERSISTENT, CONSUMERS=2, BLOCK_N=128)
 
 
 def variant_of(config: KernelConfig) -> Variant:
+    if isinstance(config, HopperWsFwdConfig):
+        return Variant.HOPPER_WS
     return Variant.TMA if type(config).__name__.startswith("Tma") else Variant.PORTABLE
 
 
@@ -82,6 +86,46 @@ def choose(
     return decide(
         problem, device=device, triton_version=triton, snapshot=Snapshot(rows=rows), digest_of=lambda candidate: "today"
     )
+
+
+# --- a variant of one arch --------------------------------------------------------------------------------------------
+
+
+def test_a_stored_hopper_winner_serves_its_device() -> None:
+    row = winner(config=HOPPER, median_ms=0.5)
+    decision = choose(PROBLEM, row, winner(config=TMA, median_ms=1.0))
+    assert (decision.origin, decision.candidate) == (Origin.EXACT, row.candidate)
+
+
+@pytest.mark.parametrize(
+    ("problem", "device", "triton", "reason"),
+    [
+        (PROBLEM, KNOWN_DEVICES["b200"], TRITON, r"sm_90's alone, sm_100 has none"),
+        (PROBLEM, H200, "3.8.0", r"written for Triton 3\.6 and 3\.7, not 3\.8"),
+    ],
+)
+def test_elsewhere_the_descriptors_winner_serves_and_the_trace_says_why(
+    problem: AttentionProblem, device: DeviceSpec, triton: str, reason: str
+) -> None:
+    rows = [winner(problem, HOPPER, device, median_ms=0.5), winner(problem, TMA, device, median_ms=1.0)]
+    decision = choose(problem, *rows, device=device, triton=triton)
+    assert decision.candidate == rows[1].candidate
+    assert re.search(rf"hopper_ws can't serve this call: .*{reason}", decision.describe())
+
+
+def test_where_descriptors_cant_read_the_portable_winner_serves() -> None:
+    problem = replace(PROBLEM, family=replace(PROBLEM.family, access=Access.ALIGNED))
+    rows = [winner(config=HOPPER, median_ms=0.5), winner(config=TMA, median_ms=0.7), winner(median_ms=1.0)]
+    decision = choose(problem, *rows)
+    assert decision.candidate.variant is Variant.PORTABLE
+    assert "hopper_ws can't serve this call: tensor descriptors can't read" in decision.describe()
+
+
+def test_a_hopper_winner_that_no_longer_passes_is_passed_over() -> None:
+    row = winner(config=replace(HOPPER, SCHEDULE=Schedule.SINGLE), median_ms=0.5)
+    decision = choose(PROBLEM, row, winner(config=TMA))
+    assert decision.candidate.variant is Variant.TMA
+    assert "warpgroups: SCHEDULE=single does not go with CONSUMERS=2" in decision.describe()
 
 
 # --- origins ----------------------------------------------------------------------------------------------------------
@@ -170,10 +214,16 @@ def test_interpreter_and_gpu_never_use_each_others_rows() -> None:
     assert choose(PROBLEM, winner(device=H200), device=INTERPRETER).origin is Origin.DEFAULT
 
 
-def test_nothing_known_gives_a_default_that_fits_64_kb() -> None:
-    decision = choose(PROBLEM)
+@pytest.mark.parametrize("device", [H200, A100])
+def test_nothing_known_gives_a_default_that_fits_the_device(device: DeviceSpec) -> None:
+    decision = choose(PROBLEM, device=device)
     assert (decision.origin, decision.row, decision.source, decision.median_ms) == (Origin.DEFAULT, None, None, None)
-    assert in_flight_smem_bytes(PROBLEM.family, decision.candidate.config) <= 65536
+    assert whole_smem_bytes(PROBLEM.family, decision.candidate.config) <= (65536 if device is A100 else 232448)
+
+
+@pytest.mark.parametrize(("seqlens", "variant"), [("4096x4096", Variant.HOPPER_WS), ("64x4096", Variant.TMA)])
+def test_the_default_on_hopper_is_warp_specialised_where_a_tile_fills_up(seqlens: str, variant: Variant) -> None:
+    assert choose(f"1x8x8x{seqlens}x128").candidate.variant is variant
 
 
 @pytest.mark.parametrize("seqlens", ["1x1", "1x4096", "17x33", "4096x1", "33x16"])

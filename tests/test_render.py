@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from strategies import candidates
 
 from fa_autotune import render as render_module
-from fa_autotune.config import PortableFwdConfig, TmaFwdConfig
+from fa_autotune.config import Schedule, TmaFwdConfig
 from fa_autotune.constraints import head_dim_pieces
 from fa_autotune.device import KNOWN_DEVICES
 from fa_autotune.errors import InvalidConfigError, InvalidProblemError, TemplateError
@@ -31,6 +31,7 @@ GOLDEN = Path(__file__).resolve().parent / "golden"
 UPDATE_VARIABLE = "FA_AUTOTUNE_UPDATE_GOLDEN"
 HEADER_LINES = 4
 TILE = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
+HOPPER_TILE = {"SCHEDULE": Schedule.TILE, "CONSUMERS": 2, "BLOCK_N": 64}
 
 
 def make_family(
@@ -59,8 +60,8 @@ def make_backward(kernel_pass: Pass, variant: Variant, family: AttentionFamily, 
 
 
 def make_candidate(variant: Variant, family: AttentionFamily | None = None, **knobs: object) -> Candidate:
-    kind = PortableFwdConfig if variant is Variant.PORTABLE else TmaFwdConfig
-    config = kind(**{**TILE, **knobs})  # type: ignore[arg-type]
+    tile = HOPPER_TILE if variant is Variant.HOPPER_WS else TILE
+    config = variant_spec(Pass.FWD, variant).config(**{**tile, **knobs})  # type: ignore[arg-type]
     return Candidate(family=family or make_family(), variant=variant, config=config)
 
 
@@ -88,6 +89,22 @@ GOLDEN_CASES = {
     ),
     "fwd_tma/fp16_d40_full_exact_store_by_pointers": make_candidate(
         Variant.TMA, make_family(DType.FLOAT16, 40), STORE_BY_TMA=False, EXACT_LENGTHS=True, ROW_SUM_LANES=8
+    ),
+    "fwd_hopper_ws/bf16_d64_full_single": make_candidate(
+        Variant.HOPPER_WS, SCHEDULE=Schedule.SINGLE, CONSUMERS=1, BLOCK_N=128
+    ),
+    "fwd_hopper_ws/bf16_d96_causal_tile_ping_pong": make_candidate(
+        Variant.HOPPER_WS, make_family(head_dim=96, causal=True), CONSUMERS=3, PING_PONG=True
+    ),
+    "fwd_hopper_ws/fp16_d128_v192_full_persistent_exact": make_candidate(
+        Variant.HOPPER_WS,
+        make_family(DType.FLOAT16, 128, 192),
+        SCHEDULE=Schedule.PERSISTENT,
+        PACK_P=False,
+        EXACT_LENGTHS=True,
+    ),
+    "fwd_hopper_ws/bf16_d128_causal_pipelined": make_candidate(
+        Variant.HOPPER_WS, make_family(head_dim=128, causal=True), SCHEDULE=Schedule.PIPELINED, BLOCK_N=128
     ),
     "bwd_delta_portable/bf16_d64": make_backward(Pass.BWD_DELTA, Variant.PORTABLE, make_family()),
     "bwd_delta_portable/bf16_d59_any": make_backward(Pass.BWD_DELTA, Variant.PORTABLE, make_family(head_dim=59)),
@@ -186,7 +203,9 @@ def test_the_signature_names_the_kernels_parameters_in_order(candidate: Candidat
     }
     kernel = functions[f"attention_{candidate.family.kernel_pass}"]
     parameters = [argument.arg for argument in kernel.args.args]
-    assert list(ast.literal_eval(assigned["SIGNATURE"])) == parameters
+    signature = assigned["SIGNATURE"]
+    assert isinstance(signature, ast.Dict)
+    assert [ast.literal_eval(key) for key in signature.keys if key is not None] == parameters
     assert set(ast.literal_eval(assigned["ALIGNMENT"])) <= set(parameters)
 
 
@@ -392,7 +411,24 @@ def leaves(value: object) -> Iterator[object]:
         yield value
 
 
-OUR_WORDS = {"q", "k", "v", "o", "do", "dq", "dk", "dv", "bhm", "bhn", "bhmd", "bhnd", "fp16", "bf16", "fp32"}
+OUR_WORDS = {
+    *Schedule,
+    "q",
+    "k",
+    "v",
+    "o",
+    "do",
+    "dq",
+    "dk",
+    "dv",
+    "bhm",
+    "bhn",
+    "bhmd",
+    "bhnd",
+    "fp16",
+    "bf16",
+    "fp32",
+}
 
 
 @given(candidate=candidates())

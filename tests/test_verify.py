@@ -340,6 +340,50 @@ def test_probes_of_a_causal_family_have_both_alignments() -> None:
     assert {probe.diagonal(family) == 0 for probe in probe_list} == {True, False}
 
 
+def tiles_of(probe: Probe, block_m: int, block_n: int) -> set[tuple[bool, int, int]]:
+    """(sees no key, masked blocks after the first, blocks without a mask after these) of a causal probe's query tiles.
+
+    As `hopper_ws` kernels count: one block is visited even where there is none, and the first is always masked.
+    """
+    diagonal = probe.diagonal(make_family())
+    assert diagonal is not None
+    seqlen_q, seqlen_k = probe.shape.seqlen_q, min(probe.shape.seqlen_k, max(0, probe.shape.seqlen_q + diagonal))
+    found = set()
+    for start_m in range(0, seqlen_q, block_m):
+        key_end = max(0, min(seqlen_k, min(start_m + block_m, seqlen_q) + diagonal))
+        full_end = max(0, min(seqlen_k, start_m + diagonal + 1))
+        blocks = -(-key_end // block_n)
+        whole = min(full_end // block_n, max(blocks, 1) - 1)
+        found.add((blocks == 0, max(blocks, 1) - 1 - whole, whole))
+    return found
+
+
+@pytest.mark.parametrize("exact_lengths", [False, True])
+@pytest.mark.parametrize("blocks", [(128, 64), (128, 128), (192, 64), (192, 128)])
+def test_persistent_probes_give_each_program_tiles_of_every_kind(blocks: tuple[int, int], exact_lengths: bool) -> None:
+    """A compiler took the addresses of one loop over blocks from the loop before it, which some tiles skip."""
+    programs = 132
+    probe_list = probes(
+        make_family(), block_m=blocks[0], block_n=blocks[1], exact_lengths=exact_lengths, programs=programs
+    )
+    long = [
+        one
+        for one in probe_list
+        if -(-one.shape.seqlen_q // blocks[0]) * one.shape.batch_size * one.shape.num_q_heads >= 3 * programs
+    ]
+    tiles = set().union(*(tiles_of(probe, *blocks) for probe in long))
+    assert any(edge == 0 and whole for _, edge, whole in tiles)  # the loop with masks is skipped, the other is not
+    assert {empty for empty, _, _ in tiles} == {True, False}
+    if not exact_lengths:
+        assert any(edge and whole for _, edge, whole in tiles)
+        assert any(edge and not whole for _, edge, whole in tiles)
+
+
+def test_a_kernel_with_a_program_for_each_tile_needs_no_such_probes() -> None:
+    sizes = [shape.batch_size * shape.num_q_heads for shape in shapes(exact_lengths=False)]
+    assert max(sizes) < 32
+
+
 # --- at a problem's own size ------------------------------------------------------------------------------------------
 
 

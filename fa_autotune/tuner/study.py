@@ -18,7 +18,7 @@ from fa_autotune.constraints import Rejected
 from fa_autotune.device import DeviceSpec
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, TrialStatus, Variant
-from fa_autotune.variants import Knob, KnobValue, VariantSpec
+from fa_autotune.variants import Knob, KnobValue, VariantSpec, default_config
 
 LOCAL_SHARE = 0.35  # of a problem's trials, at the end: steps from the best config instead of the sampler's ideas
 PROBE_SHARE = 1 / 3  # of a variant's equal share, before variants are compared
@@ -28,6 +28,7 @@ ASKS_PER_CANDIDATE = 8  # the sampler repeats itself and proposes what constrain
 MAX_ASKS = 600  # per study: an ask costs the more, the more were asked; then random draws take over
 DRAWS_PER_CANDIDATE = 64
 MAX_STORED_REJECTIONS = 64  # distinct ones per study; all are counted
+_MISSING = object()
 
 
 class VariantSearch:
@@ -115,8 +116,13 @@ class VariantSearch:
 
     def translate(self, config: KernelConfig) -> KernelConfig:
         """Another variant's config with the knobs that both have; the others stay at their default."""
-        shared = {knob.name: getattr(config, knob.name) for knob in self.spec.knobs if hasattr(config, knob.name)}
-        return self._config(shared)
+        shared = {
+            knob.name: value
+            for knob in self.spec.knobs
+            if (value := getattr(config, knob.name, _MISSING)) is not _MISSING and value in knob.values
+        }
+        base = default_config(self.spec, self.problem.family, self._device.arch)
+        return replace(base, **shared)  # type: ignore[arg-type]
 
     def _admit(self, config: KernelConfig, trial: optuna.Trial | None) -> bool:
         if config in self.times_ms:
@@ -160,7 +166,7 @@ class VariantSearch:
         for changes in (singles, pairs):
             self._random.shuffle(changes)
             for change in changes:
-                yield replace(best, **change), None  # type: ignore[arg-type]
+                yield self.spec.canonical(replace(best, **change)), None  # type: ignore[arg-type]
 
     def _asked(self, limit: int) -> Iterator[tuple[KernelConfig, optuna.Trial | None]]:
         """The sampler's ideas, until it was asked `limit` times in all: its cost grows with the times it was asked."""
@@ -174,7 +180,7 @@ class VariantSearch:
             yield self._config({knob.name: self._random.choice(knob.values) for knob in self._knobs}), None
 
     def _config(self, values: dict[str, KnobValue]) -> KernelConfig:
-        return self.spec.config_type(**values)  # type: ignore[arg-type]
+        return self.spec.canonical(self.spec.config(**values))
 
 
 def _is_scale(knob: Knob) -> bool:

@@ -1,0 +1,160 @@
+"""Reading machine code: which loop an instruction is in, wherever the assembler put it."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fa_autotune import compiler
+from fa_autotune.compiler import CompiledText, CompileRequest, resource_report, spills
+from fa_autotune.disassembly import disassembled, spills_beside_products
+from fa_autotune.records import CompileForm, Variant
+
+
+def listing(*lines: str) -> str:
+    """As cuobjdump prints it, 16 bytes an instruction; `loop:` names the next address, `BRA loop` goes there."""
+    addresses: dict[str, int] = {}
+    code: list[str] = []
+    for line in lines:
+        if line.endswith(":"):
+            addresses[line[:-1]] = 16 * len(code)
+        else:
+            code.append(line)
+    text = '\t\tFunction : attention_fwd\n\t.headerflags\t@"EF_CUDA_SM90"\n'
+    for place, plain in enumerate(code):
+        *words, last = plain.split(" ")
+        line = " ".join([*words, hex(addresses[last]) if last in addresses else last])
+        text += f"        /*{16 * place:04x}*/  {line} ;   /* 0x0000000000007918 */\n"
+        text += "                                       /* 0x000fc00000000000 */\n"
+    return text
+
+
+PRODUCT, STORE, LOAD = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], RZ", "STL [R1], R4", "LDL.LU R4, [R1+0x8]"
+
+
+def test_a_spill_in_a_loop_of_products_counts() -> None:
+    assert spills_beside_products(listing("loop:", PRODUCT, STORE, LOAD, "@P0 BRA loop", "EXIT")) == 2
+
+
+def test_a_spill_before_and_after_the_loop_does_not() -> None:
+    assert spills_beside_products(listing(STORE, "loop:", PRODUCT, "@P0 BRA loop", LOAD, "EXIT")) == 0
+
+
+def test_a_spill_in_a_loop_without_products_does_not() -> None:
+    assert spills_beside_products(listing(PRODUCT, "loop:", STORE, "@P0 BRA loop", "EXIT")) == 0
+
+
+def test_only_the_innermost_loop_of_products_counts() -> None:
+    """The outer one goes over tiles and holds products, too."""
+    text = listing("tile:", PRODUCT, STORE, "step:", PRODUCT, "@P0 BRA step", LOAD, "@P1 BRA tile", "EXIT")
+    assert spills_beside_products(text) == 0
+
+
+def test_a_loop_that_waits_inside_a_loop_of_products_hides_nothing() -> None:
+    text = listing("step:", "wait:", "SYNCS.PHASECHK P1", "@!P1 BRA wait", PRODUCT, STORE, "@P0 BRA step", "EXIT")
+    assert spills_beside_products(text) == 1
+
+
+def test_code_moved_to_the_end_makes_no_loop_of_what_lies_between() -> None:
+    """A wait that rarely fails: its retry lies behind everything, and jumps back over it."""
+    text = listing(
+        "@!P1 BRA retry", "back:", PRODUCT, STORE, "step:", PRODUCT, "@P0 BRA step", LOAD, "EXIT",
+        "retry:", "SYNCS.PHASECHK P1", "@!P1 BRA retry", "BRA back",
+    )  # fmt: skip
+    assert spills_beside_products(text) == 0
+
+
+def test_code_moved_out_of_a_loop_to_the_end_still_counts() -> None:
+    text = listing(
+        "step:", "@!P1 BRA rare", "back:", PRODUCT, "@P0 BRA step", "EXIT", "rare:", LOAD, "BRA back",
+    )  # fmt: skip
+    assert spills_beside_products(text) == 1
+
+
+def test_warps_that_return_to_the_table_of_their_roles_make_no_loop() -> None:
+    """So Triton runs the parts of a warp-specialised kernel: a jump through a table, and back when a part is done."""
+    text = listing(
+        "wait:", "BAR.SYNC 1", "BRX R2 -0x20",
+        "spin:", "SYNCS.PHASECHK P1", "@!P1 BRA spin", PRODUCT, STORE, "step:", PRODUCT, "@P0 BRA step", "BRA wait",
+    )  # fmt: skip
+    assert spills_beside_products(text) == 0
+    assert spills_beside_products(text.replace("STL [R1], R4", "NOP").replace("BAR.SYNC 1", "LDL R4, [R1]")) == 0
+
+
+@pytest.mark.parametrize("branch", ["@P0 BRA loop", "BRA.U UP0, loop", "BRA loop"])
+def test_every_kind_of_branch_back_makes_a_loop(branch: str) -> None:
+    assert spills_beside_products(listing("loop:", PRODUCT, STORE, "@P1 EXIT", branch, "EXIT")) == 1
+
+
+@pytest.mark.parametrize("text", ["", "no code", "/* 0x00 */"])
+def test_text_without_instructions_has_no_spills(text: str) -> None:
+    assert spills_beside_products(text) == 0
+
+
+@pytest.mark.kernel
+def test_what_is_no_binary_can_not_be_read() -> None:
+    assert disassembled(b"no cubin") is None
+
+
+@pytest.mark.kernel
+def test_a_missing_disassembler_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    monkeypatch.setattr(knobs, "nvidia", SimpleNamespace(cuobjdump=SimpleNamespace(path="/nowhere/cuobjdump")))
+    assert disassembled(b"a cubin") is None
+
+
+# --- the gate ---------------------------------------------------------------------------------------------------------
+
+IN_LOOP = listing("loop:", PRODUCT, STORE, "@P0 BRA loop", "EXIT")
+BEFORE = listing(STORE, "loop:", PRODUCT, "@P0 BRA loop", "EXIT")
+
+
+def gate(monkeypatch: pytest.MonkeyPatch, spill_bytes: int, sass: str | None, variant: Variant) -> str | None:
+    """What the gate says of a kernel that spills so much."""
+    text = CompiledText(
+        ttgir="",
+        assembly="",
+        log=f"    0 bytes stack frame, {spill_bytes} bytes spill stores, {spill_bytes} bytes spill loads",
+        threads=384,
+        smem_bytes=0,
+        tensor_memory_columns=0,
+        is_nvidia=True,
+        binary=b"the kernel's",
+    )
+    request = CompileRequest(
+        module_path=Path("kernel.py"), arch="sm_90", form=CompileForm.ALIGNED, variant=variant, smem_limit_bytes=0
+    )
+
+    def read(binary: bytes) -> str | None:
+        assert binary == b"the kernel's"
+        assert spill_bytes > 0, "disassembled for nothing"
+        assert variant is Variant.HOPPER_WS, "disassembled for nothing"
+        return sass
+
+    monkeypatch.setattr(compiler, "disassembled", read)
+    return spills(request, text, resource_report(text, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("spill_bytes", "sass", "reason"),
+    [
+        (0, IN_LOOP, None),
+        (4, IN_LOOP, "1 instructions spill in loops of matrix products (4 bytes per thread)"),
+        (4, BEFORE, None),
+        (256, BEFORE, None),
+        (260, BEFORE, "spills 260 bytes per thread, at most 256 are let through"),
+        (64, None, None),
+        (68, None, "spills 68 bytes per thread, at most 64 are let through"),
+    ],
+)
+def test_a_hopper_kernel_may_spill_outside_of_its_loops_only(
+    spill_bytes: int, sass: str | None, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert gate(monkeypatch, spill_bytes, sass, Variant.HOPPER_WS) == reason
+
+
+@pytest.mark.parametrize("variant", [Variant.PORTABLE, Variant.TMA])
+def test_other_kernels_keep_the_limit_on_all_of_it(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gate(monkeypatch, 64, BEFORE, variant) is None
+    assert gate(monkeypatch, 68, BEFORE, variant) == "spills 68 bytes per thread, at most 64 are let through"

@@ -1,0 +1,159 @@
+"""Every schedule of the warp-specialised forward compiles for sm_90 and keeps what it is written for.
+
+That is what can be checked of Gluon without a GPU: it has no interpreter. test_gpu_hopper_ws.py checks the values.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+
+import pytest
+
+from fa_autotune.compiler import CompilePool, CompileRequest, CompileResult
+from fa_autotune.config import Schedule
+from fa_autotune.device import KNOWN_DEVICES
+from fa_autotune.generated import write_module
+from fa_autotune.problem import Access, AttentionFamily, DType, Pass
+from fa_autotune.records import Candidate, TrialStatus, Variant
+from fa_autotune.render import render
+from fa_autotune.variants import KnobValue, compile_form, variant_spec
+
+pytestmark = pytest.mark.kernel
+
+H200 = KNOWN_DEVICES["h200"]
+SPEC = variant_spec(Pass.FWD, Variant.HOPPER_WS)
+HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128)]
+Compile = Callable[[Sequence[Candidate]], list[CompileResult]]
+
+
+def make_candidate(
+    schedule: Schedule,
+    head_dims: tuple[int, int] = (128, 128),
+    *,
+    causal: bool = True,
+    dtype: DType = DType.BFLOAT16,
+    **knobs: KnobValue,
+) -> Candidate:
+    family = AttentionFamily(
+        dtype=dtype, head_dim=head_dims[0], head_dim_v=head_dims[1], bounded_right=causal, access=Access.TMA
+    )
+    shared = {"SCHEDULE": schedule, "CONSUMERS": 1 if schedule is Schedule.SINGLE else 2, "BLOCK_N": 64, **knobs}
+    return Candidate(family=family, variant=Variant.HOPPER_WS, config=SPEC.config(**shared))
+
+
+def passes(candidate: Candidate) -> bool:
+    return SPEC.rejection(candidate.config, family=candidate.family, shape=None, device=H200) is None
+
+
+def widest(schedule: Schedule, head_dims: tuple[int, int], **others: object) -> Candidate | None:
+    """The candidate with the widest block of keys that the constraints let pass."""
+    found = [make_candidate(schedule, head_dims, BLOCK_N=block_n, **others) for block_n in (128, 64)]  # type: ignore[arg-type]
+    return next(filter(passes, found), None)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
+    folder = tmp_path_factory.mktemp("kernels")
+    with CompilePool(2, deadline_s=240.0) as pool:
+
+        def compile_all(candidates: Sequence[Candidate]) -> list[CompileResult]:
+            requests = [
+                CompileRequest(
+                    module_path=write_module(render(candidate), folder),
+                    arch="sm_90",
+                    form=compile_form(candidate.family),
+                    variant=candidate.variant,
+                    smem_limit_bytes=H200.smem_optin_bytes,
+                )
+                for candidate in candidates
+            ]
+            return [future.result() for future in map(pool.submit, requests)]
+
+        yield compile_all
+
+
+def failed(candidates: Sequence[Candidate], results: Sequence[CompileResult]) -> dict[str, object]:
+    return {
+        f"{candidate.family.label} {candidate.config}": (result.status.value, result.gate, result.error)
+        for candidate, result in zip(candidates, results, strict=True)
+        if result.status is not TrialStatus.OK
+    }
+
+
+@pytest.mark.parametrize(
+    ("causal", "head_dims"),
+    [
+        pytest.param(True, HEAD_DIMS, id="causal"),
+        pytest.param(False, [(64, 64), (128, 128), (192, 128), (256, 256)], id="full"),
+        pytest.param(False, [(96, 96), (192, 192)], id="full, the others", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("schedule", Schedule)
+def test_a_schedule_compiles_for_every_head_dim_and_passes_the_gates(
+    schedule: Schedule, causal: bool, head_dims: list[tuple[int, int]], compiled: Compile
+) -> None:
+    candidates = [one for dims in head_dims if (one := widest(schedule, dims, causal=causal))]
+    assert len(candidates) >= len(head_dims) / 2
+    assert failed(candidates, compiled(candidates)) == {}
+
+
+def test_constraints_leave_each_head_dim_a_schedule_with_a_producer() -> None:
+    for schedule, dims in product((Schedule.TILE, Schedule.PERSISTENT), HEAD_DIMS):
+        assert widest(schedule, dims)
+
+
+OTHERS = [
+    make_candidate(Schedule.SINGLE, (64, 64), dtype=DType.FLOAT16, BLOCK_N=128),
+    make_candidate(Schedule.PIPELINED, (128, 128), dtype=DType.FLOAT16, BLOCK_N=128, PING_PONG=True),
+    make_candidate(Schedule.TILE, (256, 256), dtype=DType.FLOAT16, causal=False, PING_PONG=True),
+    make_candidate(Schedule.TILE, (64, 64), CONSUMERS=3, BLOCK_N=128, PING_PONG=True),
+    make_candidate(Schedule.PIPELINED, (64, 64), causal=False, CONSUMERS=3, BLOCK_N=128, PING_PONG=True),
+    make_candidate(Schedule.PERSISTENT, (64, 64), causal=False, PACK_P=False, EXACT_LENGTHS=True),
+    make_candidate(Schedule.PERSISTENT, (128, 256)),  # O has a buffer of its own
+    make_candidate(Schedule.SINGLE, (40, 40), num_stages=4),
+    make_candidate(Schedule.PIPELINED, (80, 72), num_stages=3, EXACT_LENGTHS=True),
+    make_candidate(Schedule.TILE, (8, 8), causal=False),
+]
+
+
+def test_other_knobs_dtypes_and_head_dims_pass_the_gates_too(compiled: Compile) -> None:
+    assert [one.config for one in OTHERS if not passes(one)] == []
+    assert failed(OTHERS, compiled(OTHERS)) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+def test_nearly_all_of_the_space_passes_the_gates(head_dims: tuple[int, int], causal: bool, compiled: Compile) -> None:
+    """What the constraints let through and a gate stops costs a search a compile."""
+    family = make_candidate(Schedule.TILE, head_dims, causal=causal).family
+    seen = {"HEADS_PER_GROUP": 8, "EXACT_LENGTHS": False}  # which change no registers to speak of
+    candidates = [
+        Candidate(family=family, variant=Variant.HOPPER_WS, config=config)
+        for config in SPEC.configs()
+        if all(getattr(config, name) == value for name, value in seen.items())
+    ]
+    candidates = list(filter(passes, candidates))
+    stopped = failed(candidates, compiled(candidates))
+    assert len(stopped) <= len(candidates) / 8, stopped
+
+
+class TestSpills:
+    """Three consumers have 160 registers a thread: a pipelined causal kernel then spills in its loops.
+
+    With half as many scores it still spills, but once for each tile (with Triton 3.7 more than other kernels may).
+    """
+
+    IN_LOOPS = make_candidate(Schedule.PIPELINED, (64, 64), CONSUMERS=3, BLOCK_N=128)
+    PER_TILE = make_candidate(Schedule.PIPELINED, (96, 96), CONSUMERS=3, BLOCK_N=64)
+
+    def test_in_a_loop_of_products_are_stopped(self, compiled: Compile) -> None:
+        (result,) = compiled([self.IN_LOOPS])
+        assert (result.status, result.gate) == (TrialStatus.OVER_RESOURCES, "spills")
+        assert re.match(r"\d+ instructions spill in loops of matrix products", result.error or "")
+
+    def test_once_for_each_tile_are_let_through(self, compiled: Compile) -> None:
+        (result,) = compiled([self.PER_TILE])
+        assert result.resources is not None
+        assert result.resources.spill_bytes > 0
+        assert (result.status, result.error) == (TrialStatus.OK, None)
