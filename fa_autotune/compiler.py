@@ -133,9 +133,13 @@ def tensor_memory(request: CompileRequest, text: CompiledText, resources: Resour
 
 
 def spills(request: CompileRequest, text: CompiledText, resources: ResourceReport) -> str | None:
-    """The kernel keeps its values in registers; one with several roles for its warps may spill outside of its loops."""
+    """The kernel keeps its values in registers; on Hopper it may spill more outside of its loops of matrix products."""
     limit = MAX_SPILL_BYTES
-    if resources.spill_bytes and request.variant is Variant.HOPPER_WS and (sass := disassembled(text.binary)):
+    if request.variant is Variant.HOPPER_WS:
+        is_worth_a_look = resources.spill_bytes > 0
+    else:
+        is_worth_a_look = request.arch == "sm_90" and limit < resources.spill_bytes <= MAX_SPILL_BYTES_PER_TILE
+    if is_worth_a_look and (sass := disassembled(text.binary)):
         if count := spills_beside_products(sass):
             return f"{count} instructions spill in loops of matrix products ({resources.spill_bytes} bytes per thread)"
         limit = MAX_SPILL_BYTES_PER_TILE
