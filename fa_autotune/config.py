@@ -217,8 +217,9 @@ def config_label(config: KernelConfig) -> str:
     words = ["x".join(str(getattr(config, name)) for name in ("BLOCK_M", "BLOCK_N") if hasattr(config, name))]
     words += [str(values["SCHEDULE"])] if "SCHEDULE" in values else []
     words += [f"{letter}{values[name]}" for letter, name in _LAUNCH_LETTERS if name in values]
+    named = {name for _, name in _LAUNCH_LETTERS}
     for field in fields(config):
-        if field.default is not MISSING and values[field.name] != field.default:
+        if field.name not in named and field.default is not MISSING and values[field.name] != field.default:
             words.append(f"{field.name.lower()}={values[field.name]}")
     return " ".join(words)
 

@@ -138,7 +138,7 @@ def test_a_label_names_what_is_away_from_its_default() -> None:
     assert config_label(replace(PORTABLE, maxnreg=128, EXACT_LENGTHS=True)) == (
         "64x128 w4 s2 maxnreg=128 exact_lengths=True"
     )
-    assert config_label(replace(HOPPER, PING_PONG=True)) == "192x128 tile s2 ping_pong=True"
+    assert config_label(replace(HOPPER, PING_PONG=True, num_stages=3)) == "192x128 tile s3 ping_pong=True"
 
 
 @pytest.mark.parametrize("kind", get_args(KernelConfig))
