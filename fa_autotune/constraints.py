@@ -24,7 +24,7 @@ from fa_autotune.problem import AttentionFamily, AttentionShape, DType, Pass
 
 MAX_REGISTERS_PER_THREAD = 255
 WIDEST_TOGETHER = 128  # head dims of dk and dv tiles that one program holds well
-BARRIER_BYTES = 512  # at most, of a `hopper_ws` kernel
+BARRIER_BYTES = 640  # at most, of a `hopper_ws` kernel
 RESERVED_SMEM_BYTES = 1024  # of each program, by CUDA
 NARROW_HEAD_DIM = 64
 # What `hopper_ws` kernels leave to all but accumulators, scores and P: addresses, statistics, masks. Less spills.

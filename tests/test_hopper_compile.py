@@ -5,18 +5,30 @@ That is what can be checked of Gluon without a GPU: it has no interpreter. test_
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 import pytest
+from compile_jobs import compiled_text
 
-from fa_autotune.compiler import CompilePool, CompileRequest, CompileResult
-from fa_autotune.config import Schedule
+from fa_autotune.compiler import (
+    GATES,
+    CompiledText,
+    CompilePool,
+    CompileRequest,
+    CompileResult,
+    compile_environ,
+    resource_report,
+)
+from fa_autotune.config import HopperWsFwdConfig, Schedule
+from fa_autotune.constraints import BARRIER_BYTES, hopper_smem_bytes
 from fa_autotune.device import KNOWN_DEVICES
 from fa_autotune.generated import write_module
 from fa_autotune.problem import Access, AttentionFamily, DType, Pass
-from fa_autotune.records import Candidate, TrialStatus, Variant
+from fa_autotune.records import Candidate, CompileForm, TrialStatus, Variant
 from fa_autotune.render import render
 from fa_autotune.variants import KnobValue, compile_form, variant_spec
+from fa_autotune.worker import WorkerPool
 
 pytestmark = pytest.mark.kernel
 
@@ -73,11 +85,18 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
 
 
 def failed(candidates: Sequence[Candidate], results: Sequence[CompileResult]) -> dict[str, object]:
+    """Those that a gate stopped, or that take more shared memory than the constraints count."""
     return {
         f"{candidate.family.label} {candidate.config}": (result.status.value, result.gate, result.error)
         for candidate, result in zip(candidates, results, strict=True)
-        if result.status is not TrialStatus.OK
+        if result.status is not TrialStatus.OK or not is_counted_right(candidate, result)
     }
+
+
+def is_counted_right(candidate: Candidate, result: CompileResult) -> bool:
+    assert isinstance(candidate.config, HopperWsFwdConfig)
+    counted = hopper_smem_bytes(candidate.family, candidate.config)
+    return result.resources is not None and counted - BARRIER_BYTES <= result.resources.smem_bytes <= counted
 
 
 @pytest.mark.parametrize(
@@ -111,6 +130,7 @@ OTHERS = [
     make_candidate(Schedule.PERSISTENT, (64, 64), causal=False, PACK_P=False, EXACT_LENGTHS=True),
     make_candidate(Schedule.PERSISTENT, (128, 256)),  # O has a buffer of its own
     make_candidate(Schedule.SINGLE, (40, 40), num_stages=4),
+    make_candidate(Schedule.PIPELINED, (64, 64), CONSUMERS=3, num_stages=4),  # with the most barriers
     make_candidate(Schedule.PIPELINED, (80, 72), num_stages=3, EXACT_LENGTHS=True),
     make_candidate(Schedule.TILE, (8, 8), causal=False),
 ]
@@ -136,6 +156,44 @@ def test_nearly_all_of_the_space_passes_the_gates(head_dims: tuple[int, int], ca
     candidates = list(filter(passes, candidates))
     stopped = failed(candidates, compiled(candidates))
     assert len(stopped) <= len(candidates) / 8, stopped
+
+
+@pytest.fixture(scope="module")
+def persistent(tmp_path_factory: pytest.TempPathFactory) -> tuple[CompileRequest, CompiledText]:
+    """A kernel's text, to be looked at and changed."""
+    candidate = make_candidate(Schedule.PERSISTENT, (64, 64), causal=False)
+    path = write_module(render(candidate), tmp_path_factory.mktemp("kernels"))
+    request = CompileRequest(
+        module_path=path,
+        arch="sm_90",
+        form=CompileForm.ALIGNED,
+        variant=candidate.variant,
+        smem_limit_bytes=H200.smem_optin_bytes,
+    )
+    with WorkerPool(1, name="compile", environ=compile_environ()) as workers:
+        return request, workers.submit(compiled_text, path, deadline_s=240.0).result()
+
+
+def test_the_gates_read_what_gluon_compiles_to(persistent: tuple[CompileRequest, CompiledText]) -> None:
+    """Each of them lets a good kernel pass, and stops the same kernel with one line changed."""
+    request, text = persistent
+    resources = resource_report(text, 0.0)
+    assert [name for name, gate in GATES if gate(request, text, resources)] == []
+    assert 32 <= (resources.registers or 0) <= 255
+
+    changed = {
+        "score_layout": replace(text, ttgir=text.ttgir.replace("warpsPerCTA = [4, 1]", "warpsPerCTA = [2, 2]")),
+        "wgmma_serialized": replace(text, log=f"{text.log}\nptxas info: (C7510) Potential Performance Loss"),
+        "vector_access": replace(text, assembly=text.assembly.replace("cp.async.bulk.tensor", "ld.global.b16")),
+    }
+    for name, other in changed.items():
+        assert [gate for gate, check in GATES if check(request, other, resources)] == [name]
+
+
+def test_a_reduction_of_one_value_is_no_row_of_scores(persistent: tuple[CompileRequest, CompiledText]) -> None:
+    """Consumers take the next tile's number by one, with warps along its only axis."""
+    _, text = persistent
+    assert re.search(r'"tt.reduce"[^"]*?tensor<1xi32', text.ttgir)
 
 
 class TestSpills:

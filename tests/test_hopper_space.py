@@ -85,7 +85,7 @@ def test_what_is_not_served_gets_a_reason(change: dict, arch: str, triton: tuple
             "packed_across_tiles",
             "between the loops of a pipelined kernel",
         ),
-        (WIDE, {"SCHEDULE": Schedule.PIPELINED}, "shared_memory", "needs 328192 bytes of shared memory"),
+        (WIDE, {"SCHEDULE": Schedule.PIPELINED}, "shared_memory", "needs 328320 bytes of shared memory"),
         (WIDE, {"SCHEDULE": Schedule.SINGLE, "CONSUMERS": 1}, "programs_per_sm", "two programs on an SM"),
         (NARROW, {"BLOCK_N": 32}, "search_space", "BLOCK_N=32 is not one of"),
         (CAUSAL, {"HEADS_PER_GROUP": 1}, "search_space", "HEADS_PER_GROUP=1 is not one of"),
