@@ -115,6 +115,9 @@ GOLDEN_CASES = {
     "bwd_dkdv_tma/bf16_d128_causal_exact": make_backward(
         Pass.BWD_DKDV, Variant.TMA, make_family(head_dim=128, causal=True), EXACT_LENGTHS=True
     ),
+    "bwd_dkdv_tma/bf16_d256_causal_split": make_backward(
+        Pass.BWD_DKDV, Variant.TMA, make_family(head_dim=256, causal=True), SPLIT_OUTPUTS=True
+    ),
     "bwd_dq_portable/bf16_d96_causal": make_backward(
         Pass.BWD_DQ, Variant.PORTABLE, make_family(head_dim=96, causal=True)
     ),
