@@ -140,9 +140,11 @@ def spills(request: CompileRequest, text: CompiledText, resources: ResourceRepor
     else:
         is_worth_a_look = request.arch == "sm_90" and limit < resources.spill_bytes <= MAX_SPILL_BYTES_PER_TILE
     if is_worth_a_look and (sass := disassembled(text.binary)):
-        if count := spills_beside_products(sass):
+        count = spills_beside_products(sass)
+        if count:
             return f"{count} instructions spill in loops of matrix products ({resources.spill_bytes} bytes per thread)"
-        limit = MAX_SPILL_BYTES_PER_TILE
+        if count == 0:
+            limit = MAX_SPILL_BYTES_PER_TILE
     if resources.spill_bytes <= limit:
         return None
     return f"spills {resources.spill_bytes} bytes per thread, at most {limit} are let through"

@@ -175,8 +175,15 @@ ConfigT = TypeVar("ConfigT", bound=KernelConfig)
 
 
 def config_key(config: KernelConfig) -> str:
-    """Canonical JSON of a config, with the schema version. Its (pass, variant) is stored beside it."""
-    return canonical_json({"schema": SCHEMA_VERSION, **asdict(config)})
+    """Canonical JSON of a config, with the schema version. Its (pass, variant) is stored beside it.
+
+    A field that was added later is left out where it has its default, so that the text is that of older rows.
+    """
+    values = asdict(config)
+    for entry in fields(config):
+        if ADDED_LATER in entry.metadata and values[entry.name] == entry.default:
+            del values[entry.name]
+    return canonical_json({"schema": SCHEMA_VERSION, **values})
 
 
 def config_from_key(kind: type[ConfigT], key: str) -> ConfigT:

@@ -28,10 +28,12 @@ def disassembled(binary: bytes) -> str | None:
     return done.stdout
 
 
-def spills_beside_products(sass: str) -> int:
-    """How many instructions store or load spilled registers in the innermost loops of matrix products."""
+def spills_beside_products(sass: str) -> int | None:
+    """How many instructions store or load spilled registers in the innermost loops of wgmma; None without such loops."""
     blocks = _blocks(sass)
     loops = {head: body for head, body in _loops(blocks).items() if any(blocks[place].multiplies for place in body)}
+    if not loops:
+        return None
     inner = [body for head, body in loops.items() if not any(other in body for other in loops if other != head)]
     return sum(blocks[place].spills for place in set[int]().union(*inner))
 

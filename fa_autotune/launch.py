@@ -1,4 +1,4 @@
-"""Load generated kernels and call them; the only place that asks torch about the live GPU.
+"""Load generated kernels and call them; where torch is asked about the live GPU.
 
 On a GPU the kernel compiled ahead is launched on the tensors' device and its current stream. In a process started with
 TRITON_INTERPRET=1, CPU tensors run through Triton's interpreter instead, which is not thread-safe and rounds bfloat16

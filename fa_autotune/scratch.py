@@ -5,6 +5,7 @@ graph captures gets a piece of its own for good: the graph may be replayed on an
 """
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -49,10 +50,19 @@ def prepare_scratch(index: int) -> None:
     with _lock:
         free = _free.setdefault(index, [])
         if len(free) < LOW_SLOTS:
-            chunk = _zeros(index, CHUNK_SLOTS, SLOT_INTS)
-            torch.cuda.current_stream(index).synchronize()  # other streams use it, and nothing orders them after this
+            # In a thread of its own: while a compiled model warms its CUDA graphs up, all that its thread allocates goes
+            # to the graphs' memory, which is used again when they are recorded.
+            with ThreadPoolExecutor(1) as helper:
+                chunk = helper.submit(_cleared, index).result()
             _chunks.append(chunk)
             free.extend(chunk.unbind())
+
+
+def _cleared(index: int) -> Tensor:
+    with torch.cuda.device(index):
+        chunk = _zeros(index, CHUNK_SLOTS, SLOT_INTS)
+        torch.cuda.current_stream(index).synchronize()  # other streams use it, and nothing orders them after this
+        return chunk
 
 
 def _for_capture(index: int) -> Tensor:

@@ -44,7 +44,7 @@ from fa_autotune.records import Candidate, CompileForm, Variant
 MIN_TRITON = (3, 6)
 GLUON_TRITONS = ((3, 6), (3, 7))
 _MOST_SPECIALISED_FIRST = (Variant.HOPPER_WS, Variant.TMA, Variant.PORTABLE)
-_SMALL_SPACE = 2048  # points that a search may look at one by one before it starts
+_SMALL_SPACE = 8192  # points that a search may look at one by one before it starts
 _DEFAULT_SMEM_BYTES = 62 * 1024  # 64 KB less what the compiler adds: barriers, layout changes
 
 KnobValue = int | bool | Schedule | None
@@ -163,7 +163,8 @@ def rejection(candidate: Candidate, shape: AttentionShape | None, device: Device
 
 
 def default_config(spec: VariantSpec, family: AttentionFamily, arch: str) -> KernelConfig:
-    """An untuned config that fits 64 KB of shared memory, or what all GPUs with descriptors have for a backward's."""
+    """An untuned config. It fits 64 KB of shared memory, or what their GPUs have: `hopper_ws`, and a backward's through
+    descriptors."""
     if spec.kernel_pass is Pass.BWD_DELTA:
         return spec.config(BLOCK_M=32, num_warps=4)
     if spec.variant is Variant.HOPPER_WS:

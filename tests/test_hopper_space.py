@@ -194,7 +194,7 @@ def test_a_search_ends_with_every_config_that_passes() -> None:
         found += batch
         for config in batch:
             search.learn(config, 1.0, TrialStatus.OK)
-    assert len(set(found)) == len(found) == 24
+    assert len(set(found)) == len(found) == 64
 
 
 # --- where winners are kept -------------------------------------------------------------------------------------------

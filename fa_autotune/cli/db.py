@@ -183,7 +183,7 @@ def trials_command(
 def top_command(*, problem_text: str, limit: int, device_name: str | None, path: Path | None, as_json: bool) -> None:
     """Show a problem's fastest configs with what their kernels need.
 
-    First those that were confirmed, then those that were only screened.
+    The fastest first, each by its newest confirmation, or by its screening if it has none.
     """
     problem = AttentionProblem.parse(problem_text)
     with closing(_open(path)) as database:

@@ -43,8 +43,8 @@ def render_command(
 ) -> None:
     """Print one generated kernel, or write the shipped winners'.
 
-    Without --config the kernel has the config that an untuned call would use. The last line of `fa-autotune explain`
-    is the command that prints a tuned one. Nothing is compiled or run.
+    Without --config it is the variant's untuned kernel. The last line of `fa-autotune explain` is the command that
+    prints the kernel that a call would run. Nothing is compiled or run.
     """
     if (problem is None) != winners:
         raise click.UsageError("give --problem, for example --problem 4x32x8x4096x4096x128,causal, or else --winners")
