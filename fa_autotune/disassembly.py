@@ -29,7 +29,7 @@ def disassembled(binary: bytes) -> str | None:
 
 
 def spills_beside_products(sass: str) -> int | None:
-    """How many instructions store or load spilled registers in the innermost loops of wgmma; None without such loops."""
+    """How many instructions store or load spilled registers in the innermost loops of wgmma; None where none are."""
     blocks = _blocks(sass)
     loops = {head: body for head, body in _loops(blocks).items() if any(blocks[place].multiplies for place in body)}
     if not loops:

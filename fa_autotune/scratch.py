@@ -50,7 +50,7 @@ def prepare_scratch(index: int) -> None:
     with _lock:
         free = _free.setdefault(index, [])
         if len(free) < LOW_SLOTS:
-            # In a thread of its own: while a compiled model warms its CUDA graphs up, all that its thread allocates goes
+            # In a thread of its own: while a compiled model warms CUDA graphs up, all that its thread allocates goes
             # to the graphs' memory, which is used again when they are recorded.
             with ThreadPoolExecutor(1) as helper:
                 chunk = helper.submit(_cleared, index).result()
