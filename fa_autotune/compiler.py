@@ -19,7 +19,7 @@ from threading import Lock
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
-from fa_autotune.disassembly import disassembled, spills_beside_products
+from fa_autotune.disassembly import disassembled, products_of_unset_addresses, spills_beside_products
 from fa_autotune.errors import CompileError, WorkerDied, WorkerTimeout
 from fa_autotune.generated import compile_module, load_module
 from fa_autotune.paths import triton_cache_dir
@@ -156,6 +156,15 @@ def wgmma_serialized(request: CompileRequest, text: CompiledText, resources: Res
     return f"the assembler serialized wgmma ({serialized[1]})" if serialized else None
 
 
+def set_addresses(request: CompileRequest, text: CompiledText, resources: ResourceReport) -> str | None:
+    """Matrix products know where their operands are: the assembler may compute an address for two loops ahead of the
+    first, and use it also where that one is skipped and with it the computation."""
+    if request.variant is not Variant.HOPPER_WS:
+        return None
+    count = products_of_unset_addresses(disassembled(text.binary) or "")
+    return f"{count} matrix products take an address from a register that may be unset" if count else None
+
+
 def score_layout(request: CompileRequest, text: CompiledText, resources: ResourceReport) -> str | None:
     """Warps split the query rows: nothing that is reduced along a row crosses warps, so the softmax needs no merge.
 
@@ -190,6 +199,7 @@ GATES: tuple[tuple[str, Gate], ...] = (
     ("tensor_memory", tensor_memory),
     ("spills", spills),
     ("wgmma_serialized", wgmma_serialized),
+    ("set_addresses", set_addresses),
     ("score_layout", score_layout),
     ("vector_access", vector_access),
 )

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from fa_autotune import compiler
-from fa_autotune.compiler import CompiledText, CompileRequest, resource_report, spills
-from fa_autotune.disassembly import disassembled, spills_beside_products
+from fa_autotune.compiler import CompiledText, CompileRequest, resource_report, set_addresses, spills
+from fa_autotune.disassembly import disassembled, products_of_unset_addresses, spills_beside_products
 from fa_autotune.records import CompileForm, Variant
 
 
@@ -116,10 +116,7 @@ NO_WGMMA = listing("loop:", "HMMA.16816.F32.BF16 R4, R8, R12, R4", STORE, "@P0 B
 BEFORE = listing(STORE, "loop:", PRODUCT, "@P0 BRA loop", "EXIT")
 
 
-def gate(
-    monkeypatch: pytest.MonkeyPatch, spill_bytes: int, sass: str | None, variant: Variant, arch: str = "sm_90"
-) -> str | None:
-    """What the gate says of a kernel that spills so much."""
+def compiled_and_asked(spill_bytes: int, variant: Variant, arch: str) -> tuple[CompiledText, CompileRequest]:
     text = CompiledText(
         ttgir="",
         assembly="",
@@ -133,6 +130,14 @@ def gate(
     request = CompileRequest(
         module_path=Path("kernel.py"), arch=arch, form=CompileForm.ALIGNED, variant=variant, smem_limit_bytes=0
     )
+    return text, request
+
+
+def gate(
+    monkeypatch: pytest.MonkeyPatch, spill_bytes: int, sass: str | None, variant: Variant, arch: str = "sm_90"
+) -> str | None:
+    """What the gate says of a kernel that spills so much."""
+    text, request = compiled_and_asked(spill_bytes, variant, arch)
 
     def read(binary: bytes) -> str | None:
         assert binary == b"the kernel's"
@@ -186,3 +191,83 @@ def test_other_archs_keep_the_limit_on_all_of_it(monkeypatch: pytest.MonkeyPatch
     assert (
         gate(monkeypatch, 68, BEFORE, Variant.TMA, "sm_80") == "spills 68 bytes per thread, at most 64 are let through"
     )
+
+
+# --- addresses that may be unset --------------------------------------------------------------------------------------
+
+SCORES = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT"  # UR8, UR9: queries; UR10, UR11: keys
+OUTPUT = "HGMMA.64x128x16.F32.BF16 R88, R152, gdesc[UR8].tnspB, R88"  # P is in registers; UR10, UR11: values
+
+
+def set_all(*but: int) -> list[str]:
+    return [f"R2UR UR{register}, R4" for register in range(8, 12) if register not in but]
+
+
+def two_loops(*, before: list[str], preheader: list[str], product: str = SCORES) -> str:
+    """A loop that may be skipped with what prepares it, and after it a loop that may read what that has set."""
+    return listing(
+        *before, "@P0 BRA second", *preheader, "first:", product, "@P1 BRA first",
+        "second:", "NOP", "again:", product, "@P2 BRA again", "EXIT",
+    )  # fmt: skip
+
+
+def test_an_address_set_for_a_loop_that_may_be_skipped_is_unset_in_the_next() -> None:
+    assert products_of_unset_addresses(two_loops(before=set_all(8), preheader=["UMOV UR8, UR4"])) == 1
+    assert products_of_unset_addresses(two_loops(before=[], preheader=set_all())) == 1
+
+
+def test_an_address_set_ahead_of_both_loops_is_fine() -> None:
+    assert products_of_unset_addresses(two_loops(before=set_all(), preheader=["NOP"])) == 0
+    assert products_of_unset_addresses(two_loops(before=set_all(), preheader=["UMOV UR8, UR4"])) == 0
+
+
+@pytest.mark.parametrize(
+    "pair", ["ULDC.64 UR8, c[0x0][0x210]", "UIADD3.64 UR8, UR4, 0x2, URZ", "UIMAD.WIDE UR8, UR4, UR5, UR6"]
+)
+def test_a_wide_result_sets_two(pair: str) -> None:
+    assert products_of_unset_addresses(two_loops(before=[pair, *set_all(8, 9)], preheader=["UMOV UR9, UR4"])) == 0
+
+
+@pytest.mark.parametrize("line", ["@P3 R2UR UR8, R4", "@!UP0 UMOV UR8, UR4"])
+def test_what_may_not_be_executed_sets_nothing_for_sure(line: str) -> None:
+    text = listing(*set_all(8), line, "loop:", SCORES, "@P0 BRA loop", "EXIT")
+    assert products_of_unset_addresses(text) == 1
+
+
+def test_a_carry_beside_the_result_hides_nothing() -> None:
+    text = two_loops(before=set_all(8), preheader=["UIADD3 UP0, UR8, UR4, 0x2, URZ"])
+    assert products_of_unset_addresses(text) == 1
+
+
+def test_a_left_operand_in_registers_has_no_address() -> None:
+    left, right = ["UMOV UR8, UR4"], ["UMOV UR10, UR4"]
+    assert products_of_unset_addresses(two_loops(before=set_all(8), preheader=left, product=OUTPUT)) == 0
+    assert products_of_unset_addresses(two_loops(before=set_all(10), preheader=right, product=OUTPUT)) == 1
+
+
+def test_an_address_computed_in_each_step_is_fine() -> None:
+    text = listing(
+        *set_all(10), "@P0 BRA loop", "UMOV UR10, UR4",
+        "loop:", "ULEA UR10, UR5, UR6, 0x3", SCORES, "@P1 BRA loop", "EXIT",
+    )  # fmt: skip
+    assert products_of_unset_addresses(text) == 0
+
+
+def test_an_address_that_is_set_nowhere_came_with_the_warps_role() -> None:
+    """Before the jump through the table of roles, whose targets no text gives."""
+    text = listing(*set_all(8), "loop:", SCORES, "@P1 BRA loop", "EXIT")
+    assert products_of_unset_addresses(text) == 0
+
+
+@pytest.mark.parametrize(("variant", "is_looked_at"), [(Variant.HOPPER_WS, True), (Variant.TMA, False)])
+def test_the_gate_says_how_many_products_are_wrong(
+    variant: Variant, is_looked_at: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, request = compiled_and_asked(0, variant, "sm_90")
+    resources = resource_report(text, 0.0)
+    code = two_loops(before=set_all(8), preheader=["UMOV UR8, UR4"])
+    monkeypatch.setattr(compiler, "disassembled", lambda binary: code)
+    reason = "1 matrix products take an address from a register that may be unset"
+    assert set_addresses(request, text, resources) == (reason if is_looked_at else None)
+    monkeypatch.setattr(compiler, "disassembled", lambda binary: None)
+    assert set_addresses(request, text, resources) is None

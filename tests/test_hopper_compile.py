@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 from compile_jobs import compiled_text
@@ -194,6 +195,25 @@ def test_a_reduction_of_one_value_is_no_row_of_scores(persistent: tuple[CompileR
     """Consumers take the next tile's number by one, with warps along its only axis."""
     _, text = persistent
     assert re.search(r'"tt.reduce"[^"]*?tensor<1xi32', text.ttgir)
+
+
+def test_an_address_that_two_loops_share_is_stopped(tmp_path: Path) -> None:
+    """The template makes the addresses differ, by a zero that the assembler can't know; this is the kernel without."""
+    candidate = make_candidate(Schedule.PIPELINED, (64, 64), BLOCK_N=128)
+    source = render(candidate)
+    text = source.text.replace("    place_of_q += gl.minimum(item, 0)\n", "")
+    assert text != source.text
+    path = write_module(replace(source, text=text, name="fwd_shared", digest="shared"), tmp_path)
+    with CompilePool(1, deadline_s=240.0) as pool:
+        request = CompileRequest(
+            module_path=path,
+            arch="sm_90",
+            form=CompileForm.ALIGNED,
+            variant=candidate.variant,
+            smem_limit_bytes=H200.smem_optin_bytes,
+        )
+        result = pool.submit(request).result()
+    assert (result.status, result.gate) == (TrialStatus.OVER_RESOURCES, "set_addresses")
 
 
 class TestSpills:
