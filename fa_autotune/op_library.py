@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._library import autograd
 from torch.autograd import forward_ad
 
 from fa_autotune.calls import plan_of
@@ -17,7 +16,7 @@ from fa_autotune.kernel_plan import Gradients
 from fa_autotune.tensors import Quad, check_kinds, check_tensors, dense, heads_first, lse_size, out_size, quad
 
 _library: Any = torch.library  # its functions lack types
-_torch_autograd: Any = autograd
+_torch_autograd: Any = getattr(torch._library, "autograd", None)
 _unpack_dual: Any = forward_ad.unpack_dual
 LIBRARY = _library.Library("fa_autotune", "DEF")
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo import guards
 
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
 from fa_autotune.problem import MAX_HEAD_DIM, MIN_HEAD_DIM, Access
@@ -28,7 +27,8 @@ Quad = tuple[int, int, int, int]
 Geometry = tuple[tuple[int, ...], tuple[int, ...]]  # size and strides
 Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
-_empty_on_gpu: Allocate | None = getattr(guards, "_empty_strided_cuda", None)
+_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_empty_on_gpu: Allocate | None = getattr(_guards, "_empty_strided_cuda", None)
 
 
 def heads_first(tensor: Tensor, layout: int) -> Tensor:
