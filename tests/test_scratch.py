@@ -15,10 +15,11 @@ from fa_autotune.scratch import CHUNK_SLOTS, LOW_SLOTS, SLOT_INTS, prepare_scrat
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Pretended GPUs whose memory is the host's; tests set the current device and stream, and whether it captures."""
-    state = SimpleNamespace(device=0, stream=70, capturing=False, made=[], synchronized=[])
+    state = SimpleNamespace(device=0, stream=70, capturing=False, made=[], makers=[], synchronized=[])
 
     def zeros(index: int, *size: int) -> torch.Tensor:
         state.made.append((index, size, state.capturing))
+        state.makers.append(threading.get_ident())
         return torch.zeros(size, dtype=torch.int32)
 
     @contextmanager
@@ -138,3 +139,14 @@ def test_threads_that_start_together_agree(gpu: SimpleNamespace) -> None:
         thread.join()
     assert len(set(found)) == 1
     assert len(gpu.made) == 1
+
+
+def test_pieces_are_made_in_a_thread_of_its_own_and_those_of_a_capture_in_its_own(gpu: SimpleNamespace) -> None:
+    """What a thread allocates may go to the memory of CUDA graphs, which is used again."""
+    gpu.capturing = True
+    scratch_of(0)  # nothing was prepared: it is cleared in each replay
+    gpu.capturing = False
+    assert gpu.makers == [threading.get_ident()]
+    scratch_of(0)
+    assert len(gpu.makers) == 2
+    assert gpu.makers[1] != threading.get_ident()
