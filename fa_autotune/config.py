@@ -208,9 +208,9 @@ def config_from_key(kind: type[ConfigT], key: str) -> ConfigT:
     return kind(**values)
 
 
-def _schedule(value: object) -> Schedule:
+def _schedule(value: Any) -> Schedule:
     try:
-        return Schedule(value)  # type: ignore[arg-type]
+        return Schedule(value)
     except ValueError:
         raise InvalidConfigError(f"SCHEDULE={value!r} is not one of: {', '.join(Schedule)}") from None
 

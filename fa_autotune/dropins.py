@@ -146,7 +146,8 @@ def scaled_dot_product_attention(
     lead = query.shape[:-2]
     if len(lead) == 2 and (lead == key.shape[:-2] == value.shape[:-2] or (enable_gqa and _is_batch(query, key, value))):
         layout = BHSD_STORED_AS_BSHD if query.stride(1) < query.stride(2) else BHSD
-        return attend(query, key, value, scale, mask, layout, True, False)  # type: ignore[no-any-return]
+        out: Tensor = attend(query, key, value, scale, mask, layout, True, False)
+        return out
     return _broadcast(query, key, value, scale, mask, enable_gqa)
 
 
