@@ -224,10 +224,10 @@ def test_every_program_owns_another_block_and_none_is_left_out() -> None:
     family = make_family(causal=True)
     module = make_kernel(family, Variant.PORTABLE, HEADS_PER_GROUP=4).module
     place = on_python_numbers(module.block_of_program, HEADS_PER_GROUP=4)
-    for num_m_blocks in (1, 3, 8):
+    for num_blocks in (1, 3, 8):
         for batch_heads in (1, 4, 6, 11):
-            owned = [place(pid, num_m_blocks, batch_heads) for pid in range(num_m_blocks * batch_heads)]
-            assert sorted(owned) == [(block, head) for block in range(num_m_blocks) for head in range(batch_heads)]
+            owned = [place(pid, num_blocks, batch_heads) for pid in range(num_blocks * batch_heads)]
+            assert sorted(owned) == [(block, head) for block in range(num_blocks) for head in range(batch_heads)]
             first_group = [block for block, head in owned if head < 4]
             assert first_group == sorted(first_group, reverse=True)  # blocks that see most keys first
 

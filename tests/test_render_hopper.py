@@ -120,14 +120,16 @@ def test_a_causal_kernel_masks_its_first_block_and_one_of_two_loops(schedule: Sc
 @pytest.mark.parametrize("schedule", PRODUCED)
 @pytest.mark.parametrize("consumers", [2, 3])
 def test_each_consumer_is_a_partition_and_all_registers_are_given_away(schedule: Schedule, consumers: int) -> None:
-    made = functions(make_candidate(schedule, 64, CONSUMERS=consumers))
-    (call,) = calls(made["attention_fwd"], "warp_specialize")
+    candidate = make_candidate(schedule, 64, CONSUMERS=consumers)
+    numbers = constants(body(candidate))
+    (call,) = calls(functions(candidate)["attention_fwd"], "warp_specialize")
     partitions, warps, registers = call.args
     assert isinstance(partitions, ast.List)
     names = [ast.unparse(one.elts[0]) for one in partitions.elts if isinstance(one, ast.Tuple)]
     assert names == ["consumer"] * consumers + ["producer"]
-    warp_counts, register_counts = ast.literal_eval(warps), ast.literal_eval(registers)
-    assert warp_counts == [4] * (consumers - 1) + [1]
+    assert isinstance(registers, ast.List)
+    register_counts = [numbers[ast.unparse(one)] for one in registers.elts]
+    assert ast.literal_eval(warps) == [4] * (consumers - 1) + [1]
     # Triton fills up to whole warpgroups, and gives the first partition what is left: as many as the others have.
     whole = 65536 // (128 * (consumers + 1)) // 8 * 8 * (consumers + 1)
     assert whole - sum(register_counts) >= register_counts[0]
