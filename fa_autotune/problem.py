@@ -414,11 +414,10 @@ def _parse_key(key: str, expected: set[str], optional: set[str]) -> dict[str, An
         raise InvalidProblemError(
             f"{key!r} is not a JSON object of schema {SCHEMA_VERSION}; was it written by another release?"
         )
-    if not expected <= values.keys() <= expected | optional or not all(
-        values[name] is True for name in optional & values.keys()
-    ):
-        wrong = sorted((expected - values.keys()) | (values.keys() - expected))
-        raise InvalidProblemError(f"{key!r} has missing or unknown entries: {', '.join(wrong)}")
+    wrong = (expected - values.keys()) | (values.keys() - expected - optional)
+    wrong |= {name for name in optional & values.keys() if values[name] is not True}
+    if wrong:
+        raise InvalidProblemError(f"{key!r} has missing or unknown entries: {', '.join(sorted(wrong))}")
     return values
 
 
