@@ -8,12 +8,12 @@ from fa_autotune.device import KNOWN_DEVICES, DeviceSpec
 from fa_autotune.problem import (
     MAX_HEAD_DIM,
     MIN_HEAD_DIM,
+    ROW_PASSES,
     Access,
     AttentionFamily,
     AttentionProblem,
     AttentionShape,
     DType,
-    ROW_PASSES,
     Pass,
     strongest_access,
 )

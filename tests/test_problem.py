@@ -238,8 +238,8 @@ def test_the_access_of_delta_is_that_of_its_own_rows(text: str, access: Access) 
     ("text", "passes"),
     [
         ("fwd", (Pass.FWD,)),
-        ("fwd,bwd", (Pass.FWD, *FUSED_BACKWARD, SPLIT_BACKWARD)),
-        (" BWD , bwd_dq ", FUSED_BACKWARD, SPLIT_BACKWARD),
+        ("fwd,bwd", (Pass.FWD, *BACKWARD_PASSES)),
+        (" BWD , bwd_dq ", BACKWARD_PASSES),
         ("bwd_dkdv,fwd", (Pass.BWD_DKDV, Pass.FWD)),
     ],
 )
