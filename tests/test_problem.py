@@ -10,6 +10,7 @@ from strategies import families, json_values, problems
 
 from fa_autotune.errors import InvalidProblemError
 from fa_autotune.problem import (
+    BACKWARD_PASSES,
     FUSED_BACKWARD,
     SPLIT_BACKWARD,
     Access,
