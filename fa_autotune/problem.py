@@ -20,18 +20,26 @@ MAX_EXTENT = 2**31 - 1  # lengths and grid axis 0 are 32-bit in every kernel
 
 
 class Pass(StrEnum):
-    """One kernel of the attention operator: the forward, and the three of the backward.
+    """One kernel of the attention operator: the forward, and those of the two ways to compute the backward.
 
-    BWD_DELTA gives delta = rowsum(do ∘ out), which the other two read; BWD_DKDV gives dk and dv, BWD_DQ gives dq.
+    Split: BWD_DELTA gives delta = rowsum(do ∘ out), which the others read; BWD_DKDV gives dk and dv, BWD_DQ gives dq.
+    Fused: BWD_PREPROCESS gives delta and lse as BWD_FUSED reads them, that gives dk, dv and dq in a form of its own,
+    and BWD_POSTPROCESS makes dq of it.
     """
 
     FWD = "fwd"
     BWD_DELTA = "bwd_delta"
     BWD_DKDV = "bwd_dkdv"
     BWD_DQ = "bwd_dq"
+    BWD_PREPROCESS = "bwd_preprocess"
+    BWD_FUSED = "bwd_fused"
+    BWD_POSTPROCESS = "bwd_postprocess"
 
 
-BACKWARD_PASSES = (Pass.BWD_DELTA, Pass.BWD_DKDV, Pass.BWD_DQ)
+SPLIT_BACKWARD = (Pass.BWD_DELTA, Pass.BWD_DKDV, Pass.BWD_DQ)
+FUSED_BACKWARD = (Pass.BWD_PREPROCESS, Pass.BWD_FUSED, Pass.BWD_POSTPROCESS)
+BACKWARD_PASSES = (*SPLIT_BACKWARD, *FUSED_BACKWARD)
+ROW_PASSES = (Pass.BWD_DELTA, Pass.BWD_PREPROCESS)  # know rows of out only: neither keys nor a mask
 
 
 def parse_passes(text: str) -> tuple[Pass, ...]:
@@ -85,6 +93,7 @@ class AttentionFamily:
 
     `bounded_right` is true where a query row must not see keys past a diagonal (causal). Where that diagonal lies
     (bottom-right or top-left) is a run-time argument, so one kernel serves both alignments.
+    `unordered`: the fused backward may add the parts of dq in any order, so that two runs differ in the last bits.
     """
 
     kernel_pass: Pass = Pass.FWD
@@ -93,11 +102,15 @@ class AttentionFamily:
     head_dim_v: int
     bounded_right: bool
     access: Access = Access.TMA
+    unordered: bool = False
 
     def __post_init__(self) -> None:
-        for name, kind in (("kernel_pass", Pass), ("dtype", DType), ("access", Access), ("bounded_right", bool)):
+        kinds = {"kernel_pass": Pass, "dtype": DType, "access": Access, "bounded_right": bool, "unordered": bool}
+        for name, kind in kinds.items():
             if not isinstance(getattr(self, name), kind):
                 raise InvalidProblemError(f"{name}={getattr(self, name)!r} is not a {kind.__name__}")
+        if self.unordered and self.kernel_pass is not Pass.BWD_FUSED:
+            raise InvalidProblemError(f"unordered=True is for bwd_fused, no {self.kernel_pass.value} kernel adds up dq")
         for name in ("head_dim", "head_dim_v"):
             _require_int(name, getattr(self, name), MIN_HEAD_DIM, MAX_HEAD_DIM)
         if self.access is not Access.ANY and strongest_access(self.dtype, self.head_dim, self.head_dim_v) is Access.ANY:
@@ -115,6 +128,7 @@ class AttentionFamily:
             "head_dim_v": self.head_dim_v,
             "bounded_right": self.bounded_right,
             "access": self.access.value,
+            **({"unordered": True} if self.unordered else {}),
         }
 
     @property
@@ -125,14 +139,15 @@ class AttentionFamily:
     @classmethod
     def from_key(cls, key: str) -> Self:
         """Parse a canonical key; InvalidProblemError if it is not exactly one."""
-        return cls(**_family_fields(_parse_key(key, _FAMILY_KEYS)))
+        return cls(**_family_fields(_parse_key(key, _FAMILY_KEYS, _FAMILY_OPTIONS)))
 
     @property
     def label(self) -> str:
         """Short name for people, such as `fwd bf16 d128 causal`; the access is named unless it is tma."""
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}/{self.head_dim_v}"
         words = [self.kernel_pass.value, _SHORT_DTYPES[self.dtype], dims, "causal" if self.bounded_right else "full"]
-        return " ".join(words if self.access is Access.TMA else [*words, self.access.value])
+        words += [self.access.value] if self.access is not Access.TMA else []
+        return " ".join([*words, "unordered"] if self.unordered else words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +210,7 @@ class AttentionProblem:
     @classmethod
     def from_key(cls, key: str) -> Self:
         """Parse a canonical key; InvalidProblemError if it is not exactly one."""
-        values = _parse_key(key, _FAMILY_KEYS | set(_SHAPE_KEYS))
+        values = _parse_key(key, _FAMILY_KEYS | set(_SHAPE_KEYS), _FAMILY_OPTIONS)
         shape = AttentionShape(**{name: values.pop(name) for name in _SHAPE_KEYS})
         return cls(family=AttentionFamily(**_family_fields(values)), shape=shape)
 
@@ -203,10 +218,11 @@ class AttentionProblem:
     def parse(cls, text: str) -> Self:
         """Read the short form `BxHqxHkvxLqxLkxD[xDv][,causal][,dtype][,access][,pass]`, a label or a key.
 
-        dtype is bf16, fp16 or fp32, access tma, aligned or any, pass fwd, bwd_delta, bwd_dkdv or bwd_dq.
+        dtype is bf16, fp16 or fp32, access tma, aligned or any, pass fwd or one of the backward's, such as bwd_dkdv;
+        `unordered` goes with bwd_fused.
 
         `AttentionProblem.parse("4x32x8x4096x4096x128,causal")` is Llama-like prefill in bfloat16. `×` may stand for x.
-        A pass (`bwd_delta`, `bwd_dkdv`, `bwd_dq`) makes it that kernel's problem of the same call, as `for_pass` does.
+        A pass makes it that kernel's problem of the same call, as `for_pass` does.
         """
         if text.lstrip().startswith("{"):
             return cls.from_key(text)
@@ -219,10 +235,12 @@ class AttentionProblem:
                 f"[,{'|'.join(BACKWARD_PASSES)}], for example 4x32x8x4096x4096x128,causal"
             )
         batch, q_heads, kv_heads, seqlen_q, seqlen_k, head_dim, *rest = map(int, numbers.split("x"))
-        dtype, access, bounded, kernel_pass = DType.BFLOAT16, None, False, Pass.FWD
+        dtype, access, bounded, kernel_pass, unordered = DType.BFLOAT16, None, False, Pass.FWD, False
         for flag in flags:
             if flag in ("causal", "full"):
                 bounded = flag == "causal"
+            elif flag == "unordered":
+                unordered = True
             elif flag in _DTYPES_BY_WORD:
                 dtype = _DTYPES_BY_WORD[flag]
             elif flag in set(Access):
@@ -230,7 +248,7 @@ class AttentionProblem:
             elif flag in set(Pass):
                 kernel_pass = Pass(flag)
             else:
-                known = ["causal", "full", *_DTYPES_BY_WORD, *Access, *Pass]
+                known = ["causal", "full", *_DTYPES_BY_WORD, *Access, *Pass, "unordered"]
                 raise InvalidProblemError(f"{flag!r} in {text!r} is not one of: {', '.join(known)}")
         head_dim_v = rest[0] if rest else head_dim
         family = AttentionFamily(
@@ -243,7 +261,7 @@ class AttentionProblem:
         shape = AttentionShape(
             batch_size=batch, num_q_heads=q_heads, num_kv_heads=kv_heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k
         )
-        return cls(family=family, shape=shape).for_pass(kernel_pass)
+        return cls(family=family, shape=shape).for_pass(kernel_pass, unordered=unordered)
 
     def as_called(self) -> Self:
         """The problem whose kernel runs when this one is called: a single query row, bottom-right, needs no bound."""
@@ -251,20 +269,21 @@ class AttentionProblem:
             return self
         return replace(self, family=replace(self.family, bounded_right=False))
 
-    def for_pass(self, kernel_pass: Pass) -> Self:
+    def for_pass(self, kernel_pass: Pass, *, unordered: bool = False) -> Self:
         """The problem that another kernel of the same call solves.
 
-        delta knows neither keys nor a mask, so calls that differ in these alone share its problem. The access stays,
-        but is that of ordinary tensors where this problem's is. InvalidProblemError from delta to another pass.
+        delta and the preprocessing know neither keys nor a mask, so calls that differ in these alone share their
+        problem. The access stays, but is that of ordinary tensors where this problem's is. `unordered` is that of the
+        fused kernel. InvalidProblemError from a pass without keys to another one.
         """
-        if kernel_pass is self.family.kernel_pass:
+        if kernel_pass is self.family.kernel_pass and unordered is self.family.unordered:
             return self
-        if self.family.kernel_pass is Pass.BWD_DELTA:
+        if self.family.kernel_pass in ROW_PASSES and kernel_pass is not self.family.kernel_pass:
             raise InvalidProblemError(
                 f"{self.label} knows no keys, so it has no {kernel_pass.value} problem; start from the forward's"
             )
-        if kernel_pass is not Pass.BWD_DELTA:
-            return replace(self, family=replace(self.family, kernel_pass=kernel_pass))
+        if kernel_pass not in ROW_PASSES:
+            return replace(self, family=replace(self.family, kernel_pass=kernel_pass, unordered=unordered))
         family, head_dim_v = self.family, self.family.head_dim_v
         is_usual = family.access is strongest_access(family.dtype, family.head_dim, head_dim_v)
         return replace(
@@ -276,16 +295,28 @@ class AttentionProblem:
                 head_dim_v=head_dim_v,
                 bounded_right=False,
                 access=strongest_access(family.dtype, head_dim_v, head_dim_v) if is_usual else family.access,
+                unordered=unordered,
             ),
             shape=replace(self.shape, num_kv_heads=self.shape.num_q_heads, seqlen_k=self.shape.seqlen_q),
         )
 
     @classmethod
-    def _from_label(cls, *, kernel_pass: str, dtype: str, dims: str, mask: str, access: str | None, shape: str) -> Self:
+    def _from_label(
+        cls,
+        *,
+        kernel_pass: str,
+        dtype: str,
+        dims: str,
+        mask: str,
+        access: str | None,
+        unordered: str | None,
+        shape: str,
+    ) -> Self:
         if kernel_pass not in set(Pass):
             raise InvalidProblemError(f"pass={kernel_pass!r} is not one of: {', '.join(Pass)}")
         found = cls.parse(f"{shape}x{dims.replace('/', 'x')},{dtype},{mask},{access or Access.TMA}")
-        return replace(found, family=replace(found.family, kernel_pass=Pass(kernel_pass)))
+        family = replace(found.family, kernel_pass=Pass(kernel_pass), unordered=unordered is not None)
+        return replace(found, family=family)
 
     @property
     def label(self) -> str:
@@ -305,7 +336,8 @@ class AttentionProblem:
     def flops(self) -> int:
         """Operations of the kernel's own matrix products, the literature's way: square causal counts as half of full.
 
-        The forward has 2 products per pair of query and key, dk and dv together 4, dq 3, and delta none.
+        The forward has 2 products per pair of query and key, dk and dv together 4, dq 3, all of them fused 5; what goes
+        over rows only has none.
         """
         shape, family = self.shape, self.family
         pairs = self.visible_pairs
@@ -331,6 +363,9 @@ class AttentionProblem:
             Pass.BWD_DELTA: (2 * q_rows * family.head_dim_v, 1),
             Pass.BWD_DKDV: ((q_rows + 2 * k_rows) * dims, 2),
             Pass.BWD_DQ: ((q_rows + k_rows) * dims + q_rows * family.head_dim, 2),
+            Pass.BWD_PREPROCESS: (2 * q_rows * family.head_dim_v, 3),
+            Pass.BWD_FUSED: ((q_rows + 2 * k_rows) * dims, 2 + family.head_dim),
+            Pass.BWD_POSTPROCESS: (q_rows * family.head_dim, family.head_dim),
         }[family.kernel_pass]
         return elements * family.dtype.itemsize + 4 * statistics * q_rows
 
@@ -346,13 +381,22 @@ def canonical_json(values: Mapping[str, Any]) -> str:
 
 
 # Matrix products per pair of query and key: how many of head_dim columns, how many of head_dim_v.
-_PRODUCTS = {Pass.FWD: (1, 1), Pass.BWD_DELTA: (0, 0), Pass.BWD_DKDV: (2, 2), Pass.BWD_DQ: (2, 1)}
+_PRODUCTS = {
+    Pass.FWD: (1, 1),
+    Pass.BWD_DELTA: (0, 0),
+    Pass.BWD_DKDV: (2, 2),
+    Pass.BWD_DQ: (2, 1),
+    Pass.BWD_PREPROCESS: (0, 0),
+    Pass.BWD_FUSED: (3, 2),
+    Pass.BWD_POSTPROCESS: (0, 0),
+}
 _SHAPE_KEYS = ("batch_size", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_k")
+_FAMILY_OPTIONS = {"unordered"}  # in a key only where it is true
 _FAMILY_KEYS = {"pass", "dtype", "head_dim", "head_dim_v", "bounded_right", "access"}
 _SHORT_DTYPES = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32"}
 _LABEL = re.compile(
     r"(?P<kernel_pass>[a-z_]+) (?P<dtype>[a-z0-9]+) d(?P<dims>[0-9]{1,4}(?:/[0-9]{1,4})?) (?P<mask>causal|full)"
-    r"(?: (?P<access>tma|aligned|any))? (?P<shape>[0-9x×]+)"
+    r"(?: (?P<access>tma|aligned|any))?(?: (?P<unordered>unordered))? (?P<shape>[0-9x×]+)"
 )
 _DTYPES_BY_WORD = {**{short: dtype for dtype, short in _SHORT_DTYPES.items()}, **{d.value: d for d in DType}}
 
@@ -361,7 +405,7 @@ def _is_schema(value: object) -> bool:
     return type(value) is int and value == SCHEMA_VERSION  # JSON's true equals 1
 
 
-def _parse_key(key: str, expected: set[str]) -> dict[str, Any]:
+def _parse_key(key: str, expected: set[str], optional: set[str]) -> dict[str, Any]:
     try:
         values = json.loads(key)
     except (ValueError, TypeError, RecursionError) as error:
@@ -370,9 +414,10 @@ def _parse_key(key: str, expected: set[str]) -> dict[str, Any]:
         raise InvalidProblemError(
             f"{key!r} is not a JSON object of schema {SCHEMA_VERSION}; was it written by another release?"
         )
-    if values.keys() != expected:
-        wrong = sorted(values.keys() ^ expected)
-        raise InvalidProblemError(f"{key!r} has missing or unknown entries: {', '.join(wrong)}")
+    wrong = (expected - values.keys()) | (values.keys() - expected - optional)
+    wrong |= {name for name in optional & values.keys() if values[name] is not True}
+    if wrong:
+        raise InvalidProblemError(f"{key!r} has missing or unknown entries: {', '.join(sorted(wrong))}")
     return values
 
 

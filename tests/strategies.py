@@ -8,6 +8,7 @@ from fa_autotune.device import KNOWN_DEVICES, DeviceSpec
 from fa_autotune.problem import (
     MAX_HEAD_DIM,
     MIN_HEAD_DIM,
+    ROW_PASSES,
     Access,
     AttentionFamily,
     AttentionProblem,
@@ -34,17 +35,18 @@ def head_dims() -> st.SearchStrategy[int]:
 def families(draw: st.DrawFn, kernel_pass: Pass | None = None) -> AttentionFamily:
     """Families of every pass (or one), dtype, pair of head dims and access that go together."""
     drawn_pass = kernel_pass or draw(st.sampled_from(Pass))
-    is_delta = drawn_pass is Pass.BWD_DELTA  # which has no keys
+    has_keys = drawn_pass not in ROW_PASSES
     dtype, head_dim = draw(st.sampled_from(DType)), draw(head_dims())
-    head_dim_v = head_dim if is_delta else draw(st.one_of(st.just(head_dim), head_dims()))
+    head_dim_v = draw(st.one_of(st.just(head_dim), head_dims())) if has_keys else head_dim
     served = Access if strongest_access(dtype, head_dim, head_dim_v) is Access.TMA else [Access.ANY]
     return AttentionFamily(
         kernel_pass=drawn_pass,
         dtype=dtype,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        bounded_right=not is_delta and draw(st.booleans()),
+        bounded_right=has_keys and draw(st.booleans()),
         access=draw(st.sampled_from(served)),
+        unordered=drawn_pass is Pass.BWD_FUSED and draw(st.booleans()),
     )
 
 
@@ -65,7 +67,7 @@ def shapes(draw: st.DrawFn, *, max_seqlen: int = 2**20) -> AttentionShape:
 def problems(draw: st.DrawFn, *, max_seqlen: int = 2**20) -> AttentionProblem:
     """Any family with any shape that it knows."""
     family, shape = draw(families()), draw(shapes(max_seqlen=max_seqlen))
-    if family.kernel_pass is Pass.BWD_DELTA:
+    if family.kernel_pass in ROW_PASSES:
         shape = replace(shape, num_kv_heads=shape.num_q_heads, seqlen_k=shape.seqlen_q)
     return AttentionProblem(family=family, shape=shape)
 

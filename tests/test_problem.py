@@ -11,6 +11,8 @@ from strategies import families, json_values, problems
 from fa_autotune.errors import InvalidProblemError
 from fa_autotune.problem import (
     BACKWARD_PASSES,
+    FUSED_BACKWARD,
+    SPLIT_BACKWARD,
     Access,
     AttentionFamily,
     AttentionProblem,
@@ -46,6 +48,16 @@ def test_the_key_is_this_text_for_ever() -> None:
     )
 
 
+def test_an_order_is_named_where_it_is_missing() -> None:
+    fused = LLAMA.for_pass(Pass.BWD_FUSED)
+    assert "unordered" not in fused.key
+    assert '"unordered":true' in LLAMA.for_pass(Pass.BWD_FUSED, unordered=True).key
+    with pytest.raises(InvalidProblemError, match="unordered=True is for bwd_fused"):
+        LLAMA.for_pass(Pass.BWD_DQ, unordered=True)
+    with pytest.raises(InvalidProblemError, match="missing or unknown entries: unordered"):
+        AttentionProblem.from_key(fused.key.replace('"seqlen_q"', '"unordered":false,"seqlen_q"'))
+
+
 @given(problems())
 def test_parse_reads_keys_too(problem: AttentionProblem) -> None:
     assert AttentionProblem.parse(problem.key) == problem
@@ -67,6 +79,7 @@ def test_the_short_form_names_every_problem(problem: AttentionProblem) -> None:
     mask = "causal" if family.bounded_right else "full"
     dims = f"{family.head_dim}x{family.head_dim_v}"
     text = f"{problem.shape.label}x{dims}, {mask}, {family.dtype.value}, {family.access.value}, {family.kernel_pass}"
+    text += ", unordered" if family.unordered else ""
     assert AttentionProblem.parse(text) == problem
 
 
@@ -141,12 +154,20 @@ def test_visible_pairs_are_those_of_the_mask(problem: AttentionProblem) -> None:
     assert problem.visible_pairs == sum(j <= i + diagonal for i in range(seqlen_q) for j in range(seqlen_k))
 
 
-def test_the_backward_computes_seven_products_where_the_forward_has_two() -> None:
-    assert sum(LLAMA.for_pass(kernel_pass).flops for kernel_pass in BACKWARD_PASSES) == 7 * LLAMA.flops // 2
+def test_the_split_backward_computes_seven_products_where_the_forward_has_two() -> None:
+    assert sum(LLAMA.for_pass(kernel_pass).flops for kernel_pass in SPLIT_BACKWARD) == 7 * LLAMA.flops // 2
+    assert sum(LLAMA.for_pass(kernel_pass).flops for kernel_pass in FUSED_BACKWARD) == 5 * LLAMA.flops // 2
 
 
 @pytest.mark.parametrize(
-    ("kernel_pass", "columns"), [(Pass.FWD, 64 + 32), (Pass.BWD_DELTA, 0), (Pass.BWD_DKDV, 192), (Pass.BWD_DQ, 160)]
+    ("kernel_pass", "columns"),
+    [
+        (Pass.FWD, 64 + 32),
+        (Pass.BWD_DELTA, 0),
+        (Pass.BWD_DKDV, 192),
+        (Pass.BWD_DQ, 160),
+        (Pass.BWD_FUSED, 3 * 64 + 2 * 32),
+    ],
 )
 def test_flops_count_each_product_by_the_columns_that_it_sums_or_gives(kernel_pass: Pass, columns: int) -> None:
     problem = AttentionProblem.parse("2x4x2x10x20x64x32")
@@ -186,7 +207,7 @@ def test_io_bytes_of_a_backward_count_what_it_reads_and_writes(kernel_pass: Pass
 
 @given(problems())
 def test_a_problem_is_its_own_for_its_pass(problem: AttentionProblem) -> None:
-    assert problem.for_pass(problem.family.kernel_pass) == problem
+    assert problem.for_pass(problem.family.kernel_pass, unordered=problem.family.unordered) == problem
 
 
 @pytest.mark.parametrize("kernel_pass", [Pass.BWD_DKDV, Pass.BWD_DQ])
