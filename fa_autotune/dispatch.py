@@ -153,7 +153,7 @@ def shape_distance(first: AttentionProblem, second: AttentionProblem, num_sms: i
 def _features(problem: AttentionProblem, num_sms: int) -> tuple[float, float, float, float]:
     shape = problem.shape
     owned, heads, loops = shape.seqlen_q, shape.num_q_heads, 1
-    if problem.family.kernel_pass is Pass.BWD_DKDV:
+    if problem.family.kernel_pass in (Pass.BWD_DKDV, Pass.BWD_FUSED):
         owned, heads, loops = shape.seqlen_k, shape.num_kv_heads, shape.gqa_group_size
     loop_length = min(max(loops * problem.visible_pairs / owned, 1.0), 8192.0)
     rows = min(owned, 256)

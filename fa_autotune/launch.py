@@ -92,6 +92,10 @@ def gpu_uuid(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
+# Which of its tensors has the rows that a kernel's programs own, where it is not the first.
+_OWNERS = {Pass.BWD_DKDV: 1, Pass.BWD_FUSED: 1, Pass.BWD_POSTPROCESS: 1}
+
+
 class LoadedKernel:
     """A candidate's kernel, ready to be called on one device."""
 
@@ -102,8 +106,7 @@ class LoadedKernel:
         """
         self.candidate = candidate
         self.module: ModuleType = load_module(module_path)
-        # The tensor whose rows the programs own: k for dk and dv, else the first one.
-        self._owner = 1 if candidate.family.kernel_pass is Pass.BWD_DKDV else 0
+        self._owner = _OWNERS.get(candidate.family.kernel_pass, 0)
         self.compiled: Any = None if interpreting() else compile_module(self.module, arch)  # Triton's CompiledKernel
         self.run = _interpreted(self.module) if interpreting() else _compiled(self.compiled)
         # Persistent kernels have a program per SM and take a tile counter.
@@ -121,10 +124,15 @@ class LoadedKernel:
         fwd: q, k, v, out, lse, softmax_scale, diagonal, and out and lse are written;
         bwd_delta: out, do, delta, and delta is written;
         bwd_dkdv: q, k, v, do, lse, delta, dk, dv, softmax_scale, diagonal, and dk and dv are written;
-        bwd_dq: q, k, v, do, lse, delta, dq, softmax_scale, diagonal, and dq is written.
+        bwd_dq: q, k, v, do, lse, delta, dq, softmax_scale, diagonal, and dq is written;
+        bwd_preprocess: out, do, lse, statistics, turns, and the last two are written;
+        bwd_fused: q, k, v, do, statistics, turns, dk, dv, dq_acc, softmax_scale, diagonal, and dk, dv and dq_acc are
+        written (an unordered kernel adds to dq_acc), and turns is 0 again;
+        bwd_postprocess: dq_acc, dq, softmax_scale, diagonal, and dq is written.
 
         Tensors are (batch, heads, seqlen, head_dim), none of them empty; lse and delta are contiguous fp32 (batch,
-        num_q_heads, seqlen_q), lse in natural log. The kernel runs on the tensors' device and its current stream.
+        num_q_heads, seqlen_q), lse in natural log; what the fused backward's kernels hand on has the sizes of
+        `workspace`. The kernel runs on the tensors' device and its current stream.
         """
         owner: Tensor = values[self._owner]
         grid = self.grid(*values)

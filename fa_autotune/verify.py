@@ -3,13 +3,13 @@
 The rule (design §2): max|x − ref| ≤ 2·max|pt − ref| + atol and mean error ≤ 1.5·pt's, where pt is plain torch in the
 inputs' precision and atol two roundings, (ref + 0.3 − 0.3) − ref, of the output dtype; 3 in place of 2 for gradients of
 bfloat16 with head dim 256 and grouped heads. It holds for out and for gradients; lse and delta must be within 1e-5;
-exact zeros and −inf are checked exactly.
+exact zeros and −inf are checked exactly. A fused backward's dq is checked as the postprocessing would give it.
 Outputs are poisoned with NaN and surrounded by canaries, unused keys hold NaN, and every launch is repeated: the two
 results must be equal bit for bit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -21,11 +21,20 @@ from fa_autotune.problem import AttentionFamily, AttentionProblem, AttentionShap
 from fa_autotune.records import AccuracyReport
 from fa_autotune.reference import (
     MAX_SCORES,
+    TORCH_DTYPES,
     attention_reference,
     attention_same_precision,
     gradients_from_statistics,
 )
-from fa_autotune.workload import Workload, bottom_right_diagonal, seeded_workload
+from fa_autotune.workload import (
+    Output,
+    Workload,
+    bottom_right_diagonal,
+    dq_of_acc,
+    lse_and_delta_of,
+    seeded_workload,
+    statistics_of,
+)
 
 Kernel = Callable[..., None]  # takes what `launch.LoadedKernel` takes for its pass, and writes the outputs among it
 
@@ -107,7 +116,7 @@ def verify(
         workload, expected = _expected(family, probe, str(device))
         first, second = _launched_twice(kernel, workload)
         failures = [*first.damage(), *first.differences(second)]
-        for one, value in zip(expected, first.tensors, strict=True):
+        for one, value in zip(expected, _results(workload, first.tensors), strict=True):
             failures += one.failures(value, worst)
         name = f"{probe.shape.label}{' top-left' if probe.top_left else ''}"
         worst.failures += [f"{name}: {text}" for text in failures]
@@ -132,16 +141,22 @@ def verify_sampled(
     first, second = _launched_twice(kernel, workload)
     worst = _Worst()
     worst.failures += [*first.damage(), *first.differences(second)]
-    for output, value in zip(workload.outputs, first.tensors, strict=True):
+    results = _results(workload, first.tensors)
+    if problem.family.kernel_pass in (Pass.BWD_PREPROCESS, Pass.BWD_POSTPROCESS):  # whose reference is as cheap
+        for expected, value in zip(_expectations(workload, inputs), results, strict=True):
+            worst.failures += expected.failures(value, worst)
+        return worst.report(1)
+    for output, value in zip(workload.outputs, results, strict=True):
         if output.name != "lse" and not torch.isfinite(value).all():
             worst.failures.append(_unwritten(output.name))
     count = 0
-    for batch, head, start, stop in _samples(workload):
-        place = f"batch {batch} head {head} rows {start}…{stop - 1}"
-        for one, value in zip(_expected_stretch(workload, batch, head, start, stop), first.tensors, strict=True):
-            part = value[batch : batch + 1, head : head + 1, start:stop]
-            worst.failures += [f"{place}: {text}" for text in one.failures(part, worst)]
-        count += 1
+    for part, numbers in _parts(workload):
+        for batch, head, start, stop in _samples(part):
+            place = f"batch {batch} head {head} rows {start}…{stop - 1}"
+            stretches = [results[number][batch : batch + 1, head : head + 1, start:stop] for number in numbers]
+            for expected, value in zip(_expected_stretch(part, batch, head, start, stop), stretches, strict=True):
+                worst.failures += [f"{place}: {text}" for text in expected.failures(value, worst)]
+            count += 1
     return worst.report(count)
 
 
@@ -153,29 +168,52 @@ class _Outputs:
 
     def __init__(self, workload: Workload) -> None:
         self.tensors: list[Tensor] = []
-        self._places: list[tuple[str, Tensor, int]] = []
+        self._places: list[tuple[Output, Tensor, int]] = []
         for output in workload.outputs:
             # Whole 16-byte units before the output, so that its pointer keeps the alignment that the family promises.
             margin = 16 * CANARY_ROWS * (output.size[3] if len(output.size) == 4 else 1)
             count = prod(output.size)
             buffer = torch.full(
-                (count + 2 * margin,), float("nan"), dtype=output.dtype, device=workload.inputs[0].device
+                (count + 2 * margin,), _poison(output), dtype=output.dtype, device=workload.inputs[0].device
             )
-            self._places.append((output.name, buffer, margin))
+            self._places.append((output, buffer, margin))
             self.tensors.append(buffer[margin : margin + count].view(output.size))
+            if output.adds_up:
+                self.tensors[-1].zero_()
 
     def damage(self) -> Iterator[str]:
         """What was written outside of the outputs."""
-        for name, buffer, margin in self._places:
-            if not (torch.isnan(buffer[:margin]).all() and torch.isnan(buffer[-margin:]).all()):
-                yield f"wrote outside of {name}"
+        for output, buffer, margin in self._places:
+            untouched = buffer.isnan() if buffer.is_floating_point() else buffer == _poison(output)
+            if not (untouched[:margin].all() and untouched[-margin:].all()):
+                yield f"wrote outside of {output.name}"
 
     def differences(self, other: "_Outputs") -> Iterator[str]:
         """Bitwise: NaN equals NaN only as the same bits, so a race is seen even where both runs are wrong."""
-        for (name, _, _), one, another in zip(self._places, self.tensors, other.tensors, strict=True):
-            integers = torch.int32 if one.element_size() == 4 else torch.int16
-            if not torch.equal(one.view(integers), another.view(integers)):
-                yield f"two launches gave different bits in {name}"
+        for (output, _, _), one, another in zip(self._places, self.tensors, other.tensors, strict=True):
+            if not output.adds_up and not same_bits(one, another):
+                yield f"two launches gave different bits in {output.name}"
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors are equal bit for bit, NaN included."""
+    integers = torch.int32 if one.element_size() == 4 else torch.int16
+    return torch.equal(one.view(integers), other.view(integers))
+
+
+def _poison(output: Output) -> float:
+    return float("nan") if output.dtype.is_floating_point else torch.iinfo(output.dtype).min
+
+
+def _results(workload: Workload, outputs: Sequence[Tensor]) -> list[Tensor]:
+    """What is compared: the outputs, and in place of a fused backward's dq_acc the dq that would be made of it."""
+    if workload.family.kernel_pass is not Pass.BWD_FUSED:
+        return list(outputs)
+    dk, dv, dq_acc = outputs
+    dq = dq_of_acc(workload.family, workload.shape, dq_acc) * workload.softmax_scale
+    if workload.diagonal is not None:
+        dq[:, :, : max(0, -workload.diagonal)] = 0.0  # rows that see no key may lie in a tile that nobody writes
+    return [dk, dv, dq.to(dk.dtype)]
 
 
 def _launched_twice(kernel: Kernel, workload: Workload) -> tuple[_Outputs, _Outputs]:
@@ -290,7 +328,37 @@ class _Delta:
             yield f"delta error {relative:.3g} > {STATISTIC_TOLERANCE}"
 
 
-_Expectation = _Numbers | _Lse | _Delta
+@dataclass(slots=True, kw_only=True)
+class _Statistics:
+    """What the preprocessing gives: lse in base 2 and delta, with rows of no effect at the end."""
+
+    ref: Tensor
+    magnitude: Tensor
+
+    def failures(self, written: Tensor, worst: _Worst) -> Iterator[str]:
+        """What is wrong with an output."""
+        if not torch.equal(written[0] == float("inf"), self.ref[0] == float("inf")):
+            yield "lse is not +inf at exactly the rows that see no key and those past the end"
+        difference = torch.where(written == self.ref, 0.0, (written - self.ref).abs())
+        error = _largest(difference / self.magnitude.clamp(min=1.0))
+        worst.add(lse_error=error)
+        if not error <= STATISTIC_TOLERANCE:
+            yield f"statistics error {error:.3g} > {STATISTIC_TOLERANCE}"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Zeros:
+    """An output that must be 0 everywhere."""
+
+    name: str
+
+    def failures(self, written: Tensor, worst: _Worst) -> Iterator[str]:
+        """What is wrong with an output."""
+        if written.any():
+            yield f"{self.name} is not 0 everywhere"
+
+
+_Expectation = _Numbers | _Lse | _Delta | _Statistics | _Zeros
 
 
 @lru_cache(maxsize=64)
@@ -319,6 +387,25 @@ def _expectations(
     if family.kernel_pass is Pass.BWD_DELTA:
         out, d_out = (tensor.to(torch.float64) for tensor in inputs)
         return [_Delta(ref=(out * d_out).sum(-1), magnitude=(out * d_out).abs().sum(-1))]
+    if family.kernel_pass is Pass.BWD_PREPROCESS:
+        out, d_out, lse = inputs
+        products = out.to(torch.float64) * d_out.to(torch.float64)
+        ref, magnitude = (
+            statistics_of(workload.shape, lse, delta.to(torch.float32))
+            for delta in (products.sum(-1), products.abs().sum(-1))
+        )
+        finite = magnitude.abs().nan_to_num(posinf=1.0)
+        return [_Statistics(ref=ref, magnitude=finite), _Zeros(name="turns")]
+    if family.kernel_pass is Pass.BWD_POSTPROCESS:
+        ref = dq_of_acc(family, workload.shape, inputs[0]) * workload.softmax_scale
+        empty = torch.zeros(ref.shape[:3], dtype=torch.bool, device=ref.device)
+        if workload.diagonal is not None:
+            empty[:, :, : max(0, -workload.diagonal)] = True
+        ref = torch.where(empty[..., None], 0.0, ref)
+        pt = ref.to(TORCH_DTYPES[family.dtype])
+        return [_Numbers(name="dq", ref=ref, pt=pt, zero=empty, why="rows that see no key")]
+    if family.kernel_pass is Pass.BWD_FUSED:
+        return [one for part, _ in _parts(workload) for one in _expectations(part, part.inputs)]
     if family.kernel_pass is Pass.FWD:
         ref, lse = attention_reference(*inputs, **call)
         pt, empty = attention_same_precision(*inputs, **call), lse == float("-inf")
@@ -336,6 +423,23 @@ def _expectations(
     return [
         _Numbers(name=name, ref=refs[i], pt=pts[i], zero=unseen, why=why, factor=factor)
         for i, name in ((1, "dk"), (2, "dv"))
+    ]
+
+
+def _parts(workload: Workload) -> list[tuple[Workload, tuple[int, ...]]]:
+    """Calls that give what a kernel gives, each with rows of one kind, and the numbers of their results among the
+    kernel's: a fused backward's are that of dk and dv, and that of dq."""
+    family = workload.family
+    if family.kernel_pass is not Pass.BWD_FUSED:
+        return [(workload, tuple(range(len(workload.outputs))))]
+    *inputs, statistics, _ = workload.inputs
+    inputs += lse_and_delta_of(workload.shape, statistics)
+    return [
+        (
+            replace(workload, family=replace(family, kernel_pass=kernel_pass, unordered=False), inputs=tuple(inputs)),
+            numbers,
+        )
+        for kernel_pass, numbers in ((Pass.BWD_DKDV, (0, 1)), (Pass.BWD_DQ, (2,)))
     ]
 
 

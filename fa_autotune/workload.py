@@ -1,5 +1,6 @@
 """One call of a kernel, for checks and timings: its inputs, the outputs that it writes, and its scalars."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,24 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_autotune.problem import AttentionFamily, AttentionProblem, AttentionShape, Pass
+from fa_autotune.problem import ROW_PASSES, AttentionFamily, AttentionProblem, AttentionShape, Pass
 from fa_autotune.reference import TORCH_DTYPES, backward_statistics, seeded_inputs, seeded_output
+from fa_autotune.workspace import DQ_LANES, dq_acc_size, fused_tile, statistics_size, turns_size
+
+LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """A contiguous tensor that a kernel writes whole: (batch, heads, seqlen, columns), or without columns."""
+    """A contiguous tensor that a kernel writes whole: (batch, heads, seqlen, columns), or in a form of its own.
+
+    `adds_up`: the kernel adds to it, in any order: it is to be 0 before, and two launches may differ in the last bits.
+    """
 
     name: str
     size: tuple[int, ...]
     dtype: torch.dtype
+    adds_up: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Workload:
     """A call of a family's kernel. `inputs` are in the order in which the kernel takes them:
 
-    q, k, v for the forward; out, do for delta; q, k, v, do, lse, delta for dk and dv, and for dq.
+    q, k, v for the forward; out, do for delta; q, k, v, do, lse, delta for dk and dv, and for dq;
+    fused, out, do, lse for the preprocessing, q, k, v, do, statistics, turns for the kernel, dq_acc after it.
     """
 
     family: AttentionFamily
@@ -40,27 +49,41 @@ class Workload:
         rows = (shape.batch_size, shape.num_q_heads, shape.seqlen_q)
         keys = (shape.batch_size, shape.num_kv_heads, shape.seqlen_k)
         dtype = TORCH_DTYPES[family.dtype]
-        return {
-            Pass.FWD: (
-                Output(name="out", size=(*rows, family.head_dim_v), dtype=dtype),
-                Output(name="lse", size=rows, dtype=torch.float32),
-            ),
-            Pass.BWD_DELTA: (Output(name="delta", size=rows, dtype=torch.float32),),
-            Pass.BWD_DKDV: (
-                Output(name="dk", size=(*keys, family.head_dim), dtype=dtype),
-                Output(name="dv", size=(*keys, family.head_dim_v), dtype=dtype),
-            ),
-            Pass.BWD_DQ: (Output(name="dq", size=(*rows, family.head_dim), dtype=dtype),),
-        }[family.kernel_pass]
+        out, dq = (
+            Output(name=name, size=(*rows, dim), dtype=dtype)
+            for name, dim in (("out", family.head_dim_v), ("dq", family.head_dim))
+        )
+        dk, dv = (
+            Output(name=name, size=(*keys, dim), dtype=dtype)
+            for name, dim in (("dk", family.head_dim), ("dv", family.head_dim_v))
+        )
+        match family.kernel_pass:
+            case Pass.FWD:
+                return out, Output(name="lse", size=rows, dtype=torch.float32)
+            case Pass.BWD_DELTA:
+                return (Output(name="delta", size=rows, dtype=torch.float32),)
+            case Pass.BWD_DKDV:
+                return dk, dv
+            case Pass.BWD_DQ | Pass.BWD_POSTPROCESS:
+                return (dq,)
+            case Pass.BWD_PREPROCESS:
+                statistics = Output(name="statistics", size=statistics_size(shape), dtype=torch.float32)
+                return statistics, Output(name="turns", size=turns_size(shape), dtype=torch.int32)
+            case Pass.BWD_FUSED:
+                size = dq_acc_size(family, shape)
+                return dk, dv, Output(name="dq_acc", size=size, dtype=torch.float32, adds_up=family.unordered)
 
     def allocate(self) -> tuple[Tensor, ...]:
-        """Outputs with whatever memory holds."""
+        """Outputs with whatever memory holds; 0 where the kernel adds to it."""
         device = self.inputs[0].device
-        return tuple(torch.empty(output.size, dtype=output.dtype, device=device) for output in self.outputs)
+        return tuple(
+            (torch.zeros if output.adds_up else torch.empty)(output.size, dtype=output.dtype, device=device)
+            for output in self.outputs
+        )
 
     def arguments(self, outputs: Sequence[Tensor]) -> tuple[Any, ...]:
         """What the kernel is called with."""
-        scalars = () if self.family.kernel_pass is Pass.BWD_DELTA else (self.softmax_scale, self.diagonal)
+        scalars = () if self.family.kernel_pass in ROW_PASSES else (self.softmax_scale, self.diagonal)
         return (*self.inputs, *outputs, *scalars)
 
 
@@ -84,14 +107,93 @@ def seeded_workload(
     """
     family, shape = problem.family, problem.shape
     softmax_scale = family.head_dim**-0.5
+    kernel_pass = family.kernel_pass
     inputs: tuple[Tensor, ...]
-    if family.kernel_pass is Pass.BWD_DELTA:
+    if kernel_pass is Pass.BWD_POSTPROCESS:
+        inputs = (_seeded_dq_acc(problem, device, diagonal, seed, scale),)
+    elif kernel_pass in ROW_PASSES:
         inputs = (seeded_output(family, shape, device=device, seed=seed, scale=scale),)
     else:
         inputs = seeded_inputs(family, shape, device=device, seed=seed, scale=scale)
-    if family.kernel_pass is not Pass.FWD:
+    if kernel_pass not in (Pass.FWD, Pass.BWD_POSTPROCESS):
         other_seed = seed + 2**20
         inputs = (*inputs, seeded_output(family, shape, device=device, seed=other_seed, scale=shape.seqlen_k**0.5))
-    if family.kernel_pass in (Pass.BWD_DKDV, Pass.BWD_DQ):
+    if kernel_pass is Pass.BWD_PREPROCESS:
+        inputs = (*inputs, _seeded_lse(shape, device, seed))
+    if kernel_pass in (Pass.BWD_DKDV, Pass.BWD_DQ, Pass.BWD_FUSED):
         inputs = (*inputs, *backward_statistics(*inputs, softmax_scale=softmax_scale, diagonal=diagonal))
+    if kernel_pass is Pass.BWD_FUSED:
+        *inputs_before, lse, delta = inputs
+        turns = torch.zeros(turns_size(shape), dtype=torch.int32, device=device)
+        inputs = (*inputs_before, statistics_of(shape, lse, delta), turns)
     return Workload(family=family, shape=shape, inputs=inputs, softmax_scale=softmax_scale, diagonal=diagonal)
+
+
+def _seeded_lse(shape: AttentionShape, device: torch.device, seed: int) -> Tensor:
+    """A random lse (batch, q heads, seqlen_q), −inf in every eighth row as where a row sees no key."""
+    generator = torch.Generator(device=device).manual_seed(seed + 2**21)
+    size = (shape.batch_size, shape.num_q_heads, shape.seqlen_q)
+    lse = torch.randn(size, generator=generator, device=device)
+    lse[..., ::8] = float("-inf")
+    return lse
+
+
+def _seeded_dq_acc(
+    problem: AttentionProblem, device: torch.device, diagonal: int | None, seed: int, scale: float
+) -> Tensor:
+    """A random dq_acc; NaN in the rows that see no key, which the fused kernel may leave unwritten."""
+    family, shape = problem.family, problem.shape
+    tile = fused_tile(family)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    rows = -(-shape.seqlen_q // tile.block_m) * tile.block_m
+    size = (shape.batch_size, shape.num_q_heads, rows, tile.columns)
+    dq = torch.randn(size, generator=generator, device=device) * scale
+    if diagonal is not None:
+        dq[:, :, : max(0, -diagonal)] = float("nan")
+    return acc_of_dq(family, dq)
+
+
+# --- what the kernels of the fused backward hand to each other --------------------------------------------------------
+
+
+def statistics_of(shape: AttentionShape, lse: Tensor, delta: Tensor) -> Tensor:
+    """What the preprocessing gives for lse (natural log) and delta, both (batch, q heads, seqlen_q)."""
+    statistics = torch.zeros(statistics_size(shape), dtype=torch.float32, device=lse.device)
+    statistics[0] = float("inf")
+    exponent = torch.where(lse == float("-inf"), float("inf"), lse.to(torch.float64) * LOG2_E)
+    statistics[0, :, : shape.seqlen_q] = exponent.flatten(0, 1).to(torch.float32)
+    statistics[1, :, : shape.seqlen_q] = delta.flatten(0, 1)
+    return statistics
+
+
+def lse_and_delta_of(shape: AttentionShape, statistics: Tensor) -> tuple[Tensor, Tensor]:
+    """The lse (natural log) and delta that statistics were made of."""
+    rows = (shape.batch_size, shape.num_q_heads, shape.seqlen_q)
+    exponent, delta = (part[:, : shape.seqlen_q].reshape(rows) for part in statistics)
+    return torch.where(exponent == float("inf"), float("-inf"), exponent / LOG2_E), delta
+
+
+# Axes of a tile in dq_acc, as `workspace.dq_acc_size` names them.
+_REGISTER_AXES = (2, 8, 4, 8, 4, 2, 2)
+
+
+def dq_of_acc(family: AttentionFamily, shape: AttentionShape, dq_acc: Tensor) -> Tensor:
+    """dq / softmax_scale, fp32 (batch, q heads, seqlen_q, head_dim), from the order of the accumulators."""
+    tile = fused_tile(family)
+    by_register = dq_acc.view(-1, *_REGISTER_AXES)
+    rows_first = by_register.permute(0, *(axis + 1 for axis in _register_order(family)))
+    tiles = rows_first.reshape(shape.batch_size, shape.num_q_heads, -1, tile.columns)
+    return tiles[:, :, : shape.seqlen_q, : family.head_dim]
+
+
+def acc_of_dq(family: AttentionFamily, dq: Tensor) -> Tensor:
+    """The inverse of `dq_of_acc`, for dq / softmax_scale in whole tiles: (batch, q heads, rows, columns)."""
+    order = _register_order(family)
+    rows_first = dq.reshape(-1, *(_REGISTER_AXES[axis] for axis in order))
+    by_register = rows_first.permute(0, *(order.index(axis) + 1 for axis in range(len(order))))
+    return by_register.reshape(-1, DQ_LANES)
+
+
+def _register_order(family: AttentionFamily) -> tuple[int, ...]:
+    """Those axes in the order of rows, then columns; the warpgroups share out the rows, or the columns."""
+    return (0, 2, 5, 3, 1, 4, 6) if fused_tile(family).block_m == 128 else (2, 5, 3, 0, 1, 4, 6)

@@ -5,7 +5,16 @@ import torch
 
 from fa_autotune.problem import Access, AttentionProblem, Pass
 from fa_autotune.reference import attention_reference, gradients_from_statistics
-from fa_autotune.workload import Workload, bottom_right_diagonal, seeded_workload
+from fa_autotune.workload import (
+    Workload,
+    acc_of_dq,
+    bottom_right_diagonal,
+    dq_of_acc,
+    lse_and_delta_of,
+    seeded_workload,
+    statistics_of,
+)
+from fa_autotune.workspace import dq_acc_size
 
 CPU = torch.device("cpu")
 CALL = AttentionProblem.parse("2x4x2x10x12x16x24,causal")
@@ -15,12 +24,18 @@ INPUTS = {
     Pass.BWD_DELTA: [(2, 4, 10, 24), (2, 4, 10, 24)],
     Pass.BWD_DKDV: [(2, 4, 10, 16), (2, 2, 12, 16), (2, 2, 12, 24), (2, 4, 10, 24), (2, 4, 10), (2, 4, 10)],
     Pass.BWD_DQ: [(2, 4, 10, 16), (2, 2, 12, 16), (2, 2, 12, 24), (2, 4, 10, 24), (2, 4, 10), (2, 4, 10)],
+    Pass.BWD_PREPROCESS: [(2, 4, 10, 24), (2, 4, 10, 24), (2, 4, 10)],
+    Pass.BWD_FUSED: [(2, 4, 10, 16), (2, 2, 12, 16), (2, 2, 12, 24), (2, 4, 10, 24), (2, 8, 128), (8, 2)],
+    Pass.BWD_POSTPROCESS: [(8 * 32, 256)],
 }
 OUTPUTS = {
     Pass.FWD: [("out", (2, 4, 10, 24)), ("lse", (2, 4, 10))],
     Pass.BWD_DELTA: [("delta", (2, 4, 10))],
     Pass.BWD_DKDV: [("dk", (2, 2, 12, 16)), ("dv", (2, 2, 12, 24))],
     Pass.BWD_DQ: [("dq", (2, 4, 10, 16))],
+    Pass.BWD_PREPROCESS: [("statistics", (2, 8, 128)), ("turns", (8, 2))],
+    Pass.BWD_FUSED: [("dk", (2, 2, 12, 16)), ("dv", (2, 2, 12, 24)), ("dq_acc", (8 * 32, 256))],
+    Pass.BWD_POSTPROCESS: [("dq", (2, 4, 10, 16))],
 }
 
 
@@ -89,3 +104,47 @@ def test_inputs_of_any_access_are_strided_and_unaligned() -> None:
     workload = seeded_workload(problem, device=CPU, diagonal=None)
     assert problem.family.access is Access.ANY
     assert [tensor.stride(-1) for tensor in workload.inputs[:4]] == [2] * 4
+
+
+# --- what the kernels of the fused backward hand to each other --------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_dq_leaves_the_order_of_registers_as_it_came(head_dim: int) -> None:
+    problem = AttentionProblem.parse(f"2x3x3x150x200x{head_dim},bwd_fused")
+    rows, columns = (256, 64) if head_dim <= 64 else (192, 128)
+    dq = torch.randn(2, 3, rows, columns)
+    acc = acc_of_dq(problem.family, dq)
+    assert tuple(acc.shape) == dq_acc_size(problem.family, problem.shape)
+    assert torch.equal(dq_of_acc(problem.family, problem.shape, acc), dq[:, :, :150, :head_dim])
+
+
+@pytest.mark.parametrize(("head_dim", "row", "column"), [(64, 64 + 16 + 8 + 3, 8 + 5), (128, 16 + 8 + 3, 64 + 8 + 5)])
+def test_the_order_is_that_of_a_warpgroups_accumulators(head_dim: int, row: int, column: int) -> None:
+    # Warpgroup 1, second group of 8 columns, second warp, lane 3 · 4 + 2, second half of its rows, second of its pair.
+    place = ((((((1 * 8 + 1) * 4 + 1) * 8 + 3) * 4 + 2) * 2) + 1) * 2 + 1
+    problem = AttentionProblem.parse(f"1x1x1x128x128x{head_dim},bwd_fused")
+    acc = torch.zeros(dq_acc_size(problem.family, problem.shape))
+    acc.view(-1)[place] = 1.0
+    dq = dq_of_acc(problem.family, problem.shape, acc)
+    assert dq.nonzero().tolist() == [[0, 0, row, column]]
+
+
+def test_statistics_give_back_lse_and_delta_and_rows_past_the_end_have_no_effect() -> None:
+    shape = CALL.shape
+    lse, delta = torch.randn(2, 4, 10), torch.randn(2, 4, 10)
+    lse[:, :, :2] = float("-inf")
+    statistics = statistics_of(shape, lse, delta)
+    again_lse, again_delta = lse_and_delta_of(shape, statistics)
+    torch.testing.assert_close(again_lse, lse)
+    assert torch.equal(again_delta, delta)
+    assert (statistics[0, :, 10:] == float("inf")).all()
+    assert (statistics[0, :, :2] == float("inf")).all()
+    assert not statistics[1, :, 10:].any()
+
+
+def test_what_a_kernel_adds_to_is_zero_at_first() -> None:
+    problem = CALL.for_pass(Pass.BWD_FUSED, unordered=True)
+    workload = seeded_workload(problem, device=CPU, diagonal=2)
+    assert [output.adds_up for output in workload.outputs] == [False, False, True]
+    assert not workload.allocate()[2].any()
