@@ -19,16 +19,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fa_autotune.calls import plan_of
 from fa_autotune.config import config_label
 from fa_autotune.device import DeviceSpec, Toolchain
 from fa_autotune.dispatch import Dispatcher
 from fa_autotune.errors import FaAutotuneError, UnsupportedError
 from fa_autotune.launch import live_device, live_toolchain, load_kernel
 from fa_autotune.measure import Launch, MeasurePolicy, confirm, make_timer, regime_for
+from fa_autotune.ops import attention
 from fa_autotune.paths import interpreting
-from fa_autotune.problem import BACKWARD_PASSES, AttentionProblem, Pass
+from fa_autotune.problem import AttentionProblem, Pass
 from fa_autotune.records import Measurement
 from fa_autotune.reference import seeded_inputs
+from fa_autotune.tensors import BHSD, BOTTOM_RIGHT, FULL, GENERATED
 
 OURS = "ours"
 
@@ -240,32 +243,22 @@ def _ours(
 def _our_backward(
     dispatcher: Dispatcher, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Launch, str]:
-    """delta, dk and dv, dq: what a training step launches after the forward."""
-    forward, _ = _ours(dispatcher, problem, q, k, v)
-    forward()
-    out, lse, scale, diagonal = forward.args[3:]
-    do, delta = torch.randn_like(out), torch.empty_like(lse)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    inputs = (q, k, v, do, lse, delta)
-    arguments = {
-        Pass.BWD_DELTA: (out, do, delta),
-        Pass.BWD_DKDV: (*inputs, dk, dv, scale, diagonal),
-        Pass.BWD_DQ: (*inputs, dq, scale, diagonal),
-    }
-    launches: list[Launch] = []
-    notes: list[str] = []
-    for kernel_pass in BACKWARD_PASSES:
-        decision = dispatcher.decide(problem.as_called().for_pass(kernel_pass))
-        kernel = load_kernel(decision.candidate, dispatcher.device.arch)
-        launches.append(partial(kernel, *arguments[kernel_pass]))
-        if kernel_pass is not Pass.BWD_DELTA:
-            notes.append(f"{kernel_pass} {decision.candidate.variant} {config_label(decision.candidate.config)}")
+    """What a training step launches after the forward, and the memory that it allocates."""
+    plan = plan_of(q, k, v, None, BOTTOM_RIGHT if problem.family.bounded_right else FULL, BHSD, GENERATED)
+    out, lse = plan.forward(q, k, v)
+    launch = partial(plan.backward, (q, k, v, out, lse), torch.randn_like(out), None, (True, True, True))
+    called = problem.as_called()
+    candidates = [dispatcher.decide(called.for_pass(one)).candidate for one in dispatcher.backward_passes(called)]
+    return launch, "; ".join(
+        f"{one.family.kernel_pass} {one.variant} {config_label(one.config)}"
+        for one in candidates
+        if one.family.kernel_pass in (Pass.BWD_DKDV, Pass.BWD_DQ, Pass.BWD_FUSED)
+    )
 
-    def launch() -> None:
-        for one in launches:
-            one()
 
-    return launch, "; ".join(notes)
+def _ours_unordered(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Any], str]:
+    launch = partial(attention, q, k, v, causal=problem.family.bounded_right, layout="bhsd", deterministic=False)
+    return launch, "ours with deterministic=False"
 
 
 def _backward_of(make: Peer, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Launch, str]:
@@ -344,6 +337,7 @@ PEERS: dict[str, Peer] = {
     "sdpa-efficient": partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION),
     "flex": _flex,
     "fa3": _fa3,
+    "ours-unordered": _ours_unordered,
 }
 
 

@@ -18,6 +18,7 @@ from fa_autotune.reference import attention_gradients, attention_reference
 from fa_autotune.tensors import (
     MAX_SCALE,
     MIN_SCALE,
+    REFERENCE,
     Quad,
     check_kinds,
     check_scale,
@@ -50,19 +51,17 @@ class Plan(Protocol):
         ...
 
 
-def plan_of(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, mask: int, layout: int, generated: bool
-) -> Plan:
+def plan_of(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, mask: int, layout: int, backend: int) -> Plan:
     """The plan of a call, made once; InvalidProblemError and UnsupportedError for a call that can't be served.
 
-    mask and layout are those of `tensors`. Not generated: plain torch.
+    mask, layout and backend are those of `tensors`.
     """
     try:
         index = q.get_device()
         key: tuple[Any, ...] = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
             index, k.get_device(), v.get_device(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
-            softmax_scale, mask, layout, generated,
+            softmax_scale, mask, layout, backend,
         )  # fmt: skip
         if index < 0:  # not a GPU; a device's own hash would cost more
             key += (q.device.type, k.device.type, v.device.type)
@@ -71,7 +70,7 @@ def plan_of(
         raise
     plan = _plans.get(key)
     if plan is None:
-        plan = _new_plan(q, k, v, CallArguments(softmax_scale, mask, layout, generated))
+        plan = _new_plan(q, k, v, CallArguments(softmax_scale, mask, layout, backend))
         with _lock:
             while len(_plans) >= MAX_REMEMBERED_CALLS:
                 del _plans[next(iter(_plans))]
@@ -102,9 +101,9 @@ def _new_plan(q: Tensor, k: Tensor, v: Tensor, arguments: CallArguments) -> Plan
         return _EmptyPlan(arguments)
     if scale is not None and not MIN_SCALE <= scale <= MAX_SCALE:
         return _SignPlan(arguments, scale)
-    if arguments.generated and _runs_kernels(q):
+    if arguments.backend != REFERENCE and _runs_kernels(q):
         return KernelPlan(arguments, q, k, v)
-    if arguments.generated:
+    if arguments.backend != REFERENCE:
         with _lock:  # once, however many threads come first
             _tell_of_reference()
     return _ReferencePlan(arguments)

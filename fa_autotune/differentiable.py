@@ -20,7 +20,7 @@ from fa_autotune.op_library import (
     gradients_op,
     refuse_forward_mode,
 )
-from fa_autotune.tensors import BSHD, check_kinds
+from fa_autotune.tensors import BSHD, GENERATED, check_kinds
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _is_compiling = torch.compiler.is_compiling
@@ -36,7 +36,7 @@ def attend(
     softmax_scale: float | None,
     mask: int,
     layout: int,
-    generated: bool,
+    backend: int,
     with_lse: bool,
 ) -> Any:
     """Attention of a call's tensors: out, or (out, lse). The arguments are those of `calls.plan_of`."""
@@ -45,16 +45,16 @@ def attend(
         or _is_seen_by_others()
         or (q.is_neg() or k.is_neg() or v.is_neg())
     ):
-        return _attend_with_care(q, k, v, softmax_scale, mask, layout, generated, with_lse)
+        return _attend_with_care(q, k, v, softmax_scale, mask, layout, backend, with_lse)
     if _is_autocast(q):
         q, k, v = _cast(q, k, v)
     try:
-        plan = plan_of(q, k, v, softmax_scale, mask, layout, generated)
+        plan = plan_of(q, k, v, softmax_scale, mask, layout, backend)
     except RuntimeError:  # perhaps tensors that outlived a transform of torch.func, which have no memory of their own
         alive_q, alive_k, alive_v = unwrap_dead_wrappers((q, k, v))
         if alive_q is q and alive_k is k and alive_v is v:
             raise
-        return attend(alive_q, alive_k, alive_v, softmax_scale, mask, layout, generated, with_lse)
+        return attend(alive_q, alive_k, alive_v, softmax_scale, mask, layout, backend, with_lse)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _apply(q, k, v, plan, with_lse)
     if forward_ad._current_level >= 0:
@@ -96,7 +96,7 @@ def attend_packed(q: Tensor | None, packed: Tensor, softmax_scale: float | None,
         and not (packed.is_neg() or (q is not None and q.is_neg()))
     ):
         return _apply_packed(q, packed, softmax_scale, mask, with_lse)
-    return attend(*_parts(q, packed), softmax_scale, mask, BSHD, True, with_lse)
+    return attend(*_parts(q, packed), softmax_scale, mask, BSHD, GENERATED, with_lse)
 
 
 def _parts(q: Tensor | None, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,7 +168,7 @@ class _PackedAttention(torch.autograd.Function):
         ctx: Any, q: Tensor | None, packed: Tensor, softmax_scale: float | None, mask: int, with_lse: bool
     ) -> Any:
         parts = _parts(q, packed)
-        plan = plan_of(*parts, softmax_scale, mask, BSHD, True)
+        plan = plan_of(*parts, softmax_scale, mask, BSHD, GENERATED)
         out, lse = plan.forward(*parts)
         ctx.save_for_backward(q, packed, out, lse)
         ctx.set_materialize_grads(False)

@@ -8,7 +8,7 @@ import logging
 import math
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cache
@@ -20,7 +20,7 @@ from fa_autotune.device import INTERPRETER_ARCH, DeviceSpec
 from fa_autotune.errors import FaAutotuneError, NoKernelError, UnsupportedError
 from fa_autotune.misses import MissLog, Store
 from fa_autotune.paths import database_path, pack_paths
-from fa_autotune.problem import AttentionProblem, AttentionShape, Pass
+from fa_autotune.problem import FUSED_BACKWARD, SPLIT_BACKWARD, AttentionProblem, AttentionShape, Pass
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.snapshot import Snapshot, Source, WinnerRow, load_snapshot
 from fa_autotune.variants import (
@@ -399,6 +399,12 @@ def rendered_digest(candidate: Candidate) -> str:
     return render(candidate).digest
 
 
+def _sum_measured(decisions: Sequence[Decision | NoKernelError]) -> float | None:
+    """Time of kernels one after another; None if one of them has no winner of that very shape."""
+    times = [one.median_ms for one in decisions if isinstance(one, Decision) and one.origin is Origin.EXACT]
+    return math.fsum(ms or math.inf for ms in times) if len(times) == len(decisions) else None
+
+
 class Dispatcher:
     """Decisions for one device, remembered: after the first call a problem costs one dict look-up.
 
@@ -443,9 +449,7 @@ class Dispatcher:
 
     def decide(self, problem: AttentionProblem) -> Decision:
         """The decision for a problem, made once; NoKernelError if no variant serves it."""
-        found = self._remembered.get(problem)
-        if found is None:
-            found = self._decide_once(problem)
+        found = self._decision(problem)
         if isinstance(found, NoKernelError):
             # A fresh one each time: a raised exception holds on to its caller's frames.
             raise NoKernelError(str(found))
@@ -454,9 +458,27 @@ class Dispatcher:
             self._misses.add(problem)
         return found
 
+    def backward_passes(self, call: AttentionProblem, *, unordered: bool = False) -> tuple[Pass, ...]:
+        """The kernels of a call's whole backward, in the order in which they run: `call` is the forward's problem.
+
+        The fused way where a kernel serves it, unless all kernels of both ways were measured on this very shape and the
+        split ones are faster together.
+        """
+        fused, split = (
+            [self._decision(call.for_pass(one, unordered=unordered and one is Pass.BWD_FUSED)) for one in passes]
+            for passes in (FUSED_BACKWARD, SPLIT_BACKWARD)
+        )
+        if any(isinstance(one, NoKernelError) for one in fused):
+            return SPLIT_BACKWARD
+        fused_ms, split_ms = _sum_measured(fused), _sum_measured(split)
+        return SPLIT_BACKWARD if fused_ms and split_ms and split_ms < fused_ms else FUSED_BACKWARD
+
     def flush_misses(self) -> int:
         """Append the misses so far to the user's database; gives the number of problems. Runs by itself at exit."""
         return self._misses.flush()
+
+    def _decision(self, problem: AttentionProblem) -> Decision | NoKernelError:
+        return self._remembered.get(problem) or self._decide_once(problem)
 
     def _decide_once(self, problem: AttentionProblem) -> Decision | NoKernelError:
         with self._lock:

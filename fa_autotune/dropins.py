@@ -12,7 +12,16 @@ from torch import Tensor
 from fa_autotune.differentiable import attend, attend_packed
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
 from fa_autotune.ops import attention, check_features
-from fa_autotune.tensors import BHSD, BHSD_STORED_AS_BSHD, BOTTOM_RIGHT, FULL, TOP_LEFT, as_scale, check_tensor
+from fa_autotune.tensors import (
+    BHSD,
+    BHSD_STORED_AS_BSHD,
+    BOTTOM_RIGHT,
+    FULL,
+    GENERATED,
+    TOP_LEFT,
+    as_scale,
+    check_tensor,
+)
 
 
 def flash_attn_func(
@@ -146,7 +155,7 @@ def scaled_dot_product_attention(
     lead = query.shape[:-2]
     if len(lead) == 2 and (lead == key.shape[:-2] == value.shape[:-2] or (enable_gqa and _is_batch(query, key, value))):
         layout = BHSD_STORED_AS_BSHD if query.stride(1) < query.stride(2) else BHSD
-        out: Tensor = attend(query, key, value, scale, mask, layout, True, False)
+        out: Tensor = attend(query, key, value, scale, mask, layout, GENERATED, False)
         return out
     return _broadcast(query, key, value, scale, mask, enable_gqa)
 
@@ -175,7 +184,7 @@ def _broadcast(query: Tensor, key: Tensor, value: Tensor, scale: float | None, m
         tensor.expand(*batch, number, *tensor.shape[-2:]).flatten(0, -4)
         for tensor, number in zip((q, k, v), heads, strict=True)
     )
-    out: Tensor = attend(q, k, v, scale, mask, BHSD, True, False)
+    out: Tensor = attend(q, k, v, scale, mask, BHSD, GENERATED, False)
     return out.reshape((*batch, *out.shape[1:])[-ndim:])
 
 

@@ -5,20 +5,21 @@ What is left to a call is to allocate its results and launch.
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fa_autotune.bound_launch import Launch, bind
+from fa_autotune.backward_plan import Backward, BackwardCall, bind_backward
+from fa_autotune.bound_launch import bind
 from fa_autotune.errors import InvalidProblemError
 from fa_autotune.live_kernels import INTERPRETER_INDEX, kernel_for
-from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, AttentionShape, Pass
+from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, AttentionShape
 from fa_autotune.tensors import (
     BOTTOM_RIGHT,
     DTYPES,
     FULL,
+    UNORDERED,
     Geometry,
     access_of,
     allocator,
@@ -47,7 +48,7 @@ class CallArguments(NamedTuple):
     softmax_scale: float | None
     mask: int
     layout: int
-    generated: bool
+    backend: int
 
 
 def diagonal_of(mask: int, seqlen_q: int, seqlen_k: int) -> int | None:
@@ -77,7 +78,7 @@ class KernelPlan:
         self._out = dense(out_size(q, v), layout)
         self._gradients = [dense(quad(tensor), layout) for tensor in (q, k, v)]
         self._saved_shapes = (q.shape, k.shape, v.shape, self._out[0], self._lse[0])
-        self._backwards: dict[tuple[Any, ...], _Backward] = {}
+        self._backwards: dict[tuple[Any, ...], tuple[Backward, bool]] = {}
         self._problem = AttentionProblem(
             family=AttentionFamily(
                 dtype=DTYPES[q.dtype],
@@ -129,27 +130,23 @@ class KernelPlan:
             q.stride(), k.stride(), v.stride(), out.stride(), d_out.stride(), needed, into and into[1].stride(),
             (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | d_out.data_ptr()) & 15,
         )  # fmt: skip
-        steps = self._backwards.get(key)
-        if steps is None:
-            steps = self._new_backward(saved, d_out, needed, into)
+        found = self._backwards.get(key)
+        if found is None:
+            found = self._new_backward(saved, d_out, needed, into)
             with _lock:
                 if len(self._backwards) >= MAX_REMEMBERED_BACKWARDS:
                     self._backwards.clear()
-                self._backwards[key] = steps
-        if steps.copies_d_out:
+                self._backwards[key] = found
+        run, copies_d_out = found
+        if copies_d_out:
             d_out = self._allocate(*self._out, self._dtype).copy_(d_out)
-        delta = self._allocate(*self._lse, torch.float32)
-        steps.delta(out, d_out, delta)
-        if d_lse is not None:
-            delta.sub_(d_lse)
         dq, dk, dv = into or (None, None, None)
-        if steps.dkdv is not None:
-            dk = self._allocate(*self._gradients[1], self._dtype) if dk is None else dk
-            dv = self._allocate(*self._gradients[2], self._dtype) if dv is None else dv
-            steps.dkdv(q, k, v, d_out, lse, delta, dk, dv)
-        if steps.dq is not None:
-            dq = self._allocate(*self._gradients[0], self._dtype) if dq is None else dq
-            steps.dq(q, k, v, d_out, lse, delta, dq)
+        if dq is None and needed[0]:
+            dq = self._allocate(*self._gradients[0], self._dtype)
+        if dk is None and (needed[1] or needed[2]):
+            dk = self._allocate(*self._gradients[1], self._dtype)
+            dv = self._allocate(*self._gradients[2], self._dtype)
+        run(q, k, v, out, lse, d_out, d_lse, dq, dk, dv)
         return dq, dk if needed[1] else None, dv if needed[2] else None
 
     def _check_saved(self, saved: Saved) -> None:
@@ -171,39 +168,29 @@ class KernelPlan:
         """What binding a kernel needs of a tensor that is yet to be allocated."""
         return torch.empty_strided(*geometry, dtype=dtype or self._dtype, device="meta")
 
-    def _new_backward(self, saved: Saved, d_out: Tensor, needed: Needed, into: Into | None) -> "_Backward":
+    def _new_backward(self, saved: Saved, d_out: Tensor, needed: Needed, into: Into | None) -> tuple[Backward, bool]:
+        """The backward, and whether d_out is to be copied into dense memory first: that one pass over it costs less
+        than slower kernels for all."""
         layout = self.arguments.layout
         q, k, v, out, d_out = (heads_first(tensor, layout) for tensor in (*saved[:4], d_out))
-        lse = saved[4]
         copies = _WEAKNESS[access_of(d_out)] > _WEAKNESS[access_of(q, k, v)]
         if copies:
             d_out = heads_first(self._sketch(self._out), layout)
-        delta = self._sketch(self._lse, torch.float32)
         dq, dk, dv = (
-            heads_first(self._sketch(geometry) if target is None else target, layout)
-            for geometry, target in zip(self._gradients, into or (None, None, None), strict=True)
+            heads_first(self._sketch(geometry) if target is None else target, layout) if wanted else None
+            for geometry, target, wanted in zip(
+                self._gradients,
+                into or (None, None, None),
+                (needed[0], needed[1] or needed[2], needed[1] or needed[2]),
+                strict=True,
+            )
         )
-
-        def bound(kernel_pass: Pass, access: Access, *tensors: Tensor) -> Launch:
-            problem = self._problem.for_pass(kernel_pass)
-            problem = replace(problem, family=replace(problem.family, access=access))
-            numbers = () if kernel_pass is Pass.BWD_DELTA else (self._scale, self._diagonal)
-            return bind(kernel_for(problem, self._index), tensors, *numbers)
-
-        access = access_of(q, k, v, d_out)
-        inputs = (q, k, v, d_out, lse, delta)
-        return _Backward(
-            copies_d_out=copies,
-            delta=bound(Pass.BWD_DELTA, access_of(out, d_out), out, d_out, delta),
-            dkdv=bound(Pass.BWD_DKDV, access, *inputs, dk, dv) if needed[1] or needed[2] else None,
-            dq=bound(Pass.BWD_DQ, access, *inputs, dq) if needed[0] else None,
+        call = BackwardCall(
+            problem=self._problem,
+            index=self._index,
+            softmax_scale=self._scale,
+            diagonal=self._diagonal,
+            allocate=self._allocate,
         )
-
-
-class _Backward(NamedTuple):
-    """The launches of a backward; those that nobody needs are None."""
-
-    copies_d_out: bool  # into dense memory: one pass over it costs less than slower kernels for all
-    delta: Launch
-    dkdv: Launch | None
-    dq: Launch | None
+        unordered = self.arguments.backend == UNORDERED
+        return bind_backward(call, q, k, v, out, saved[4], d_out, dq, dk, dv, unordered=unordered), copies

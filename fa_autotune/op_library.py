@@ -20,7 +20,7 @@ _torch_autograd: Any = getattr(torch._library, "autograd", None)
 _unpack_dual: Any = forward_ad.unpack_dual
 LIBRARY = _library.Library("fa_autotune", "DEF")
 
-_CALL = "float? softmax_scale, int mask, int layout, bool generated"
+_CALL = "float? softmax_scale, int mask, int layout, int backend"
 LIBRARY.define(
     f"forward(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor lse)", tags=torch.Tag.pt2_compliant_tag
 )
@@ -46,10 +46,10 @@ def _backward(
     softmax_scale: float | None,
     mask: int,
     layout: int,
-    generated: bool,
+    backend: int,
     needed: list[bool],
 ) -> tuple[Tensor, ...]:
-    plan = plan_of(q, k, v, softmax_scale, mask, layout, generated)
+    plan = plan_of(q, k, v, softmax_scale, mask, layout, backend)
     wanted = (needed[0], needed[1], needed[2])
     gradients = plan.backward((q, k, v, out, lse), d_out, d_lse, wanted)
     # An operator's results are tensors: one of no element stands for a gradient that nobody needs.
@@ -66,7 +66,7 @@ def _empty(size: Quad, like: Tensor, layout: int) -> Tensor:
 
 
 def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, mask: int, layout: int, generated: bool
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, mask: int, layout: int, backend: int
 ) -> tuple[Tensor, Tensor]:
     check_kinds(q, k, v)
     check_tensors(*(heads_first(tensor, layout) for tensor in (q, k, v)))
@@ -84,7 +84,7 @@ def _fake_backward(
     softmax_scale: float | None,
     mask: int,
     layout: int,
-    generated: bool,
+    backend: int,
     needed: list[bool],
 ) -> tuple[Tensor, ...]:
     return tuple(

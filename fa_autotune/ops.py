@@ -15,7 +15,7 @@ from fa_autotune.dispatch import decide, rendered_digest
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
 from fa_autotune.live_kernels import device_index, dispatcher_of, flush_misses, kernel_for
 from fa_autotune.problem import AttentionProblem
-from fa_autotune.tensors import BHSD, BOTTOM_RIGHT, BSHD, FULL, as_scale
+from fa_autotune.tensors import BHSD, BOTTOM_RIGHT, BSHD, FULL, GENERATED, REFERENCE, UNORDERED, as_scale
 
 __all__ = ["attention", "explain", "flush_misses", "warmup"]
 
@@ -54,7 +54,8 @@ def attention(
     causal: query i sees keys j ≤ i + seqlen_k − seqlen_q (bottom-right, as flash-attn ≥ 2.1). A row that sees no key
     gives 0. softmax_scale: None is 1/sqrt(head_dim). return_lse: also give the natural-log log-sum-exp, fp32 (batch,
     num_q_heads, seqlen_q), −inf for a row that sees no key; a gradient into lse counts. Results and gradients are
-    bit-for-bit repeatable. Under autocast the inputs are cast as for PyTorch's own attention.
+    bit-for-bit repeatable; with deterministic=False q's gradient need not be, and the backward may be faster for it.
+    Under autocast the inputs are cast as for PyTorch's own attention.
 
     CPU tensors run a plain torch reference, or Triton's interpreter in a process started with TRITON_INTERPRET=1.
     Raises InvalidProblemError for tensors that do not fit together, and UnsupportedError for arguments that this
@@ -87,9 +88,8 @@ def attention(
         )
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = as_scale(softmax_scale)
-    return attend(
-        q, k, v, softmax_scale, BOTTOM_RIGHT if causal else FULL, _LAYOUTS[layout], backend == "generated", return_lse
-    )
+    runs = REFERENCE if backend == "reference" else GENERATED if deterministic else UNORDERED
+    return attend(q, k, v, softmax_scale, BOTTOM_RIGHT if causal else FULL, _LAYOUTS[layout], runs, return_lse)
 
 
 def warmup(problems: Iterable[AttentionProblem | str], *, device: torch.device | str | int | None = None) -> None:

@@ -21,6 +21,9 @@ BHSD, BSHD, BHSD_STORED_AS_BSHD = 0, 1, 2
 # Which keys a query row sees: all, or those up to a diagonal that ends in one of two corners.
 FULL, BOTTOM_RIGHT, TOP_LEFT = 0, 1, 2
 
+# What runs a call: plain torch, generated kernels, or those with a backward that may add up dq in any order.
+REFERENCE, GENERATED, UNORDERED = 0, 1, 2
+
 DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 
 Quad = tuple[int, int, int, int]

@@ -73,6 +73,8 @@ def test_a_kernel_gets_inputs_outputs_and_scalars(kernel_pass: Pass, scalars: tu
 def test_the_same_seed_gives_the_same_values_and_another_seed_others(kernel_pass: Pass) -> None:
     one, same, other = (make_workload(kernel_pass, seed=seed).inputs for seed in (3, 3, 4))
     assert all(map(torch.equal, one, same))
+    if kernel_pass is Pass.BWD_FUSED:
+        one, other = one[:-1], other[:-1]  # turns are 0 always
     assert not any(map(torch.equal, one, other))
 
 

@@ -1,0 +1,147 @@
+"""The two ways to compute a backward on generated kernels, bound to one kind of call.
+
+Split: delta, then dk and dv, then dq, each from its own kernel. Fused: one kernel computes all three, which saves two
+of seven matrix products, between one that prepares the statistics and one that puts dq in order.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fa_autotune.bound_launch import Launch, bind
+from fa_autotune.live_kernels import dispatcher_of, kernel_for
+from fa_autotune.problem import ROW_PASSES, Access, AttentionProblem, Pass
+from fa_autotune.tensors import Allocate, Geometry, access_of
+from fa_autotune.workspace import dq_acc_size, statistics_size, turns_size
+
+
+class Backward(Protocol):
+    """The launches of a backward."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
+        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Write dq, dk and dv, those of them that are needed; only the addresses of the other tensors are read."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardCall:
+    """A kind of backward: the forward's problem, its scalars, and what allocates memory beside the tensors.
+
+    The tensors are (batch, heads, seqlen, head_dim), those that are yet to be allocated on the meta device.
+    """
+
+    problem: AttentionProblem
+    index: int
+    softmax_scale: float
+    diagonal: int | None
+    allocate: Allocate
+
+    def bound(self, kernel_pass: Pass, access: Access, *tensors: Tensor, unordered: bool = False) -> Launch:
+        """The kernel that dispatch chooses for a pass, bound to tensors."""
+        problem = self.problem.for_pass(kernel_pass, unordered=unordered)
+        problem = replace(problem, family=replace(problem.family, access=access))
+        numbers = () if kernel_pass in ROW_PASSES else (self.softmax_scale, self.diagonal)
+        return bind(kernel_for(problem, self.index), tensors, *numbers)
+
+
+def bind_backward(
+    call: BackwardCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, *, unordered: bool,
+) -> Backward:  # fmt: skip
+    """The faster way for a call, bound; gradients that are None are not needed. NoKernelError, CompileError."""
+    access = access_of(q, k, v, d_out)
+    family = replace(call.problem.family, access=access)
+    problem = replace(call.problem, family=family)
+    if dq is not None and dk is not None and dv is not None and access is access_of(dk, dv) is Access.TMA:
+        passes = dispatcher_of(call.index).backward_passes(problem, unordered=unordered) if call.index >= 0 else ()
+        if Pass.BWD_FUSED in passes:
+            return FusedBackward(call, q, k, v, out, lse, d_out, dq, dk, dv, unordered=unordered)
+    return SplitBackward(call, q, k, v, out, lse, d_out, dq, dk, dv)
+
+
+class SplitBackward:
+    """delta, dk and dv, dq: three kernels, and only those that are needed."""
+
+    def __init__(
+        self, call: BackwardCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor,
+        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
+    ) -> None:  # fmt: skip
+        self._allocate = call.allocate
+        self._statistic = _geometry(lse)
+        delta = _sketch(self._statistic, torch.float32)
+        access, inputs = access_of(q, k, v, d_out), (q, k, v, d_out, lse, delta)
+        self._delta = call.bound(Pass.BWD_DELTA, access_of(out, d_out), out, d_out, delta)
+        self._dkdv = None if dk is None or dv is None else call.bound(Pass.BWD_DKDV, access, *inputs, dk, dv)
+        self._dq = None if dq is None else call.bound(Pass.BWD_DQ, access, *inputs, dq)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
+        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
+    ) -> None:  # fmt: skip
+        delta = self._allocate(*self._statistic, torch.float32)
+        self._delta(out, d_out, delta)
+        if d_lse is not None:
+            delta.sub_(d_lse)
+        if self._dkdv is not None:
+            self._dkdv(q, k, v, d_out, lse, delta, dk, dv)
+        if self._dq is not None:
+            self._dq(q, k, v, d_out, lse, delta, dq)
+
+
+class FusedBackward:
+    """All three gradients from one kernel, between its preprocessing and its postprocessing."""
+
+    def __init__(
+        self, call: BackwardCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor,
+        dq: Tensor, dk: Tensor, dv: Tensor, *, unordered: bool,
+    ) -> None:  # fmt: skip
+        self._allocate = call.allocate
+        self._unordered = unordered
+        family, shape = call.problem.family, call.problem.shape
+        self._statistics = _contiguous(statistics_size(shape))
+        self._turns = _contiguous(turns_size(shape))
+        self._dq_acc = _contiguous(dq_acc_size(family, shape))
+        self._rows = lse.shape
+        statistics, turns = _sketch(self._statistics, torch.float32), _sketch(self._turns, torch.int32)
+        dq_acc = _sketch(self._dq_acc, torch.float32)
+        self._preprocess = call.bound(Pass.BWD_PREPROCESS, access_of(out, d_out), out, d_out, lse, statistics, turns)
+        inputs = (q, k, v, d_out, statistics, turns)
+        self._fused = call.bound(Pass.BWD_FUSED, Access.TMA, *inputs, dk, dv, dq_acc, unordered=unordered)
+        self._postprocess = call.bound(Pass.BWD_POSTPROCESS, access_of(dq), dq_acc, dq)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
+        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
+    ) -> None:  # fmt: skip
+        statistics = self._allocate(*self._statistics, torch.float32)
+        turns = self._allocate(*self._turns, torch.int32)
+        dq_acc = self._allocate(*self._dq_acc, torch.float32)
+        self._preprocess(out, d_out, lse, statistics, turns)
+        if d_lse is not None:
+            *heads, seqlen_q = self._rows
+            statistics[1].view(*heads, -1)[..., :seqlen_q].sub_(d_lse)
+        if self._unordered:
+            dq_acc.zero_()
+        self._fused(q, k, v, d_out, statistics, turns, dk, dv, dq_acc)
+        self._postprocess(dq_acc, dq)
+
+
+def _geometry(tensor: Tensor) -> Geometry:
+    return tuple(tensor.shape), tensor.stride()
+
+
+def _contiguous(size: tuple[int, ...]) -> Geometry:
+    strides = [1]
+    for extent in reversed(size[1:]):
+        strides.append(strides[-1] * extent)
+    return size, tuple(reversed(strides))
+
+
+def _sketch(geometry: Geometry, dtype: torch.dtype) -> Tensor:
+    """What binding a kernel needs of a tensor that is yet to be allocated."""
+    return torch.empty_strided(*geometry, dtype=dtype, device="meta")
