@@ -194,6 +194,13 @@ def vector_access(request: CompileRequest, text: CompiledText, resources: Resour
     return None if narrowest >= expected else f"reads global memory in units of {narrowest} bytes, not {expected}"
 
 
+def added_dq(request: CompileRequest, text: CompiledText, resources: ResourceReport) -> str | None:
+    """The fused backward adds dq up through a descriptor."""
+    if _FUSED not in text.assembly or "cp.reduce.async.bulk.tensor" in text.assembly:
+        return None
+    return "no addition through a tensor descriptor was generated"
+
+
 GATES: tuple[tuple[str, Gate], ...] = (
     ("shared_memory", shared_memory),
     ("tensor_memory", tensor_memory),
@@ -202,7 +209,10 @@ GATES: tuple[tuple[str, Gate], ...] = (
     ("set_addresses", set_addresses),
     ("score_layout", score_layout),
     ("vector_access", vector_access),
+    ("added_dq", added_dq),
 )
+
+_FUSED = ".entry attention_bwd_fused("
 
 _PRODUCT = re.compile(r"\b(?:tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma)")
 _REDUCTION = re.compile(r'"tt\.reduce"\(.*?axis = (\d+).*?\}\) : \(tensor<([\dx]+)x\w+, #(\w+)', re.DOTALL)

@@ -158,9 +158,43 @@ class TmaBwdDqConfig(_BackwardConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BwdDeltaConfig:
-    """delta: BLOCK_M query rows per program, no loop over keys."""
+    """delta, alone or as one of the statistics: BLOCK_M query rows per program, no loop over keys."""
 
     BLOCK_M: int
+    num_warps: int
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperWsBwdConfig:
+    """dk, dv and dq in one kernel, in Gluon, warp-specialised, on Hopper; its tile is `workspace.fused_tile`'s.
+
+    HEADS_PER_GROUP and EXACT_LENGTHS as in `PortableFwdConfig`, the heads being those of keys, and
+    DIAGONAL_FIRST: key blocks are launched from the last to the first, and visit query tiles from the diagonal on; else
+    from the first to the last, and the tiles from the last one back.
+    SCORES_EARLY: the scores of the next step are issued before dS is stored.
+    """
+
+    HEADS_PER_GROUP: int = 8
+    DIAGONAL_FIRST: bool = False
+    SCORES_EARLY: bool = False
+    EXACT_LENGTHS: bool = False
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+    @property
+    def num_warps(self) -> int:
+        """Warps that compute, load or store; Triton is told of the first warpgroup only."""
+        return 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BwdPostprocessConfig:
+    """dq of what the fused kernel added up: a program per tile of it."""
+
     num_warps: int
 
     def __post_init__(self) -> None:
@@ -170,7 +204,8 @@ class BwdDeltaConfig:
 ForwardConfig = PortableFwdConfig | TmaFwdConfig
 BackwardConfig = PortableBwdDkDvConfig | TmaBwdDkDvConfig | PortableBwdDqConfig | TmaBwdDqConfig
 TiledConfig = ForwardConfig | BackwardConfig  # those with BLOCK_M and BLOCK_N
-KernelConfig = TiledConfig | HopperWsFwdConfig | BwdDeltaConfig
+RowConfig = BwdDeltaConfig | BwdPostprocessConfig  # those that know no keys
+KernelConfig = TiledConfig | HopperWsFwdConfig | HopperWsBwdConfig | RowConfig
 ConfigT = TypeVar("ConfigT", bound=KernelConfig)
 
 
@@ -221,14 +256,15 @@ _LAUNCH_LETTERS = (("w", "num_warps"), ("s", "num_stages"))
 def config_label(config: KernelConfig) -> str:
     """Short name for people, such as `64x128 w4 s2`; fields away from their default are named."""
     values = {field.name: getattr(config, field.name) for field in fields(config)}
-    words = ["x".join(str(getattr(config, name)) for name in ("BLOCK_M", "BLOCK_N") if hasattr(config, name))]
+    blocks = [str(getattr(config, name)) for name in ("BLOCK_M", "BLOCK_N") if hasattr(config, name)]
+    words = ["x".join(blocks)] if blocks else []
     words += [str(values["SCHEDULE"])] if "SCHEDULE" in values else []
     words += [f"{letter}{values[name]}" for letter, name in _LAUNCH_LETTERS if name in values]
     named = {name for _, name in _LAUNCH_LETTERS}
     for field in fields(config):
         if field.name not in named and field.default is not MISSING and values[field.name] != field.default:
             words.append(f"{field.name.lower()}={values[field.name]}")
-    return " ".join(words)
+    return " ".join(words) or "default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,6 +301,8 @@ _RULES = {
     "EXACT_LENGTHS": _TRUE_OR_FALSE,
     "STORE_BY_TMA": _TRUE_OR_FALSE,
     "SPLIT_OUTPUTS": _TRUE_OR_FALSE,
+    "DIAGONAL_FIRST": _TRUE_OR_FALSE,
+    "SCORES_EARLY": _TRUE_OR_FALSE,
     "SCHEDULE": _Rule(kind=Schedule, words=f"one of: {', '.join(Schedule)}", holds=lambda value: True),
     "CONSUMERS": _Rule(kind=int, words="1, 2 or 3", holds=lambda value: value in (1, 2, 3)),
     "PING_PONG": _TRUE_OR_FALSE,

@@ -12,7 +12,9 @@ from fa_autotune.config import (
     ROWS_PER_WARPGROUP,
     BackwardConfig,
     BwdDeltaConfig,
+    BwdPostprocessConfig,
     ForwardConfig,
+    HopperWsBwdConfig,
     HopperWsFwdConfig,
     KernelConfig,
     Schedule,
@@ -21,10 +23,14 @@ from fa_autotune.config import (
 )
 from fa_autotune.device import INTERPRETER_ARCH, DeviceSpec
 from fa_autotune.problem import AttentionFamily, AttentionShape, DType, Pass
+from fa_autotune.workspace import dq_acc_size, fused_tile
 
 MAX_REGISTERS_PER_THREAD = 255
 WIDEST_TOGETHER = 128  # head dims of dk and dv tiles that one program holds well
 BARRIER_BYTES = 640  # at most, of a `hopper_ws` kernel
+FUSED_Q_STAGES, FUSED_DO_STAGES, FUSED_DS_STAGES = 3, 2, 2  # of the fused backward's query rows, do and dS
+FUSED_BARRIER_BYTES = 640
+MAX_DESCRIPTOR_EXTENT = 2**31 - 1
 RESERVED_SMEM_BYTES = 1024  # of each program, by CUDA
 NARROW_HEAD_DIM = 64
 # What `hopper_ws` kernels leave to all but accumulators, scores and P: addresses, statistics, masks. Less spills.
@@ -107,8 +113,10 @@ def in_flight_smem_bytes(family: AttentionFamily, config: TiledConfig) -> int:
 def whole_smem_bytes(family: AttentionFamily, config: KernelConfig) -> int:
     """What a kernel takes where every tile that it loads lies in shared memory (Hopper): its own and those of every
     stage."""
-    if isinstance(config, BwdDeltaConfig):
+    if isinstance(config, BwdDeltaConfig | BwdPostprocessConfig):
         return 0
+    if isinstance(config, HopperWsBwdConfig):
+        return fused_smem_bytes(family)
     if isinstance(config, HopperWsFwdConfig):
         return hopper_smem_bytes(family, config)
     owned, streamed = owned_and_streamed(family, config)
@@ -153,6 +161,15 @@ def hopper_smem_bytes(family: AttentionFamily, config: HopperWsFwdConfig) -> int
     return (config.BLOCK_M * columns + ring) * family.dtype.itemsize + BARRIER_BYTES
 
 
+def fused_smem_bytes(family: AttentionFamily) -> int:
+    """Shared memory of the fused backward: keys and values, query rows, do, dS, the staged dq, lse and delta."""
+    tile = fused_tile(family)
+    rows = 2 * tile.block_n + (FUSED_Q_STAGES + FUSED_DO_STAGES) * tile.block_m
+    values = rows * tile.columns + FUSED_DS_STAGES * tile.block_m * tile.block_n
+    floats = tile.block_m * tile.columns + 2 * FUSED_Q_STAGES * tile.block_m
+    return values * family.dtype.itemsize + 4 * floats + FUSED_BARRIER_BYTES
+
+
 def consumer_registers(family: AttentionFamily, config: HopperWsFwdConfig) -> int:
     """Registers per thread for the accumulators, the scores, and P as the next operand."""
     values = padded_head_dim(family.head_dim_v) + config.BLOCK_N + config.BLOCK_N * family.dtype.itemsize // 4
@@ -186,18 +203,25 @@ def tile_fits_problem(
     family: AttentionFamily, shape: AttentionShape | None, config: KernelConfig, device: DeviceSpec
 ) -> str | None:
     """A tile is not mostly padding."""
-    for name, block, length in _blocks_and_lengths(shape, config):
+    for name, block, length in _blocks_and_lengths(family, shape, config):
         if block >= 2 * max(16, length):
             return f"{name}={block} is at least twice the length {length}: half of the tile would be padding"
     return None
 
 
-def _blocks_and_lengths(shape: AttentionShape | None, config: KernelConfig) -> list[tuple[str, int, int]]:
+def _blocks_and_lengths(
+    family: AttentionFamily, shape: AttentionShape | None, config: KernelConfig
+) -> list[tuple[str, int, int]]:
     if shape is None:
         return []
-    found = [("BLOCK_M", config.BLOCK_M, shape.seqlen_q)]
-    if not isinstance(config, BwdDeltaConfig):
-        found.append(("BLOCK_N", config.BLOCK_N, shape.seqlen_k))
+    if isinstance(config, HopperWsBwdConfig | BwdPostprocessConfig):
+        tile = fused_tile(family)
+        block_m, block_n = tile.block_m, tile.block_n
+    else:
+        block_m, block_n = config.BLOCK_M, getattr(config, "BLOCK_N", 0)
+    found = [("BLOCK_M", block_m, shape.seqlen_q)]
+    if not isinstance(config, BwdDeltaConfig | BwdPostprocessConfig):
+        found.append(("BLOCK_N", block_n, shape.seqlen_k))
     return found
 
 
@@ -236,12 +260,12 @@ def shared_memory(
 
 
 def exact_lengths(
-    family: AttentionFamily, shape: AttentionShape | None, config: TiledConfig, device: DeviceSpec
+    family: AttentionFamily, shape: AttentionShape | None, config: TiledConfig | HopperWsBwdConfig, device: DeviceSpec
 ) -> str | None:
     """A kernel without ragged masking gets whole blocks."""
     if not config.EXACT_LENGTHS:
         return None
-    for name, block, length in _blocks_and_lengths(shape, config):
+    for name, block, length in _blocks_and_lengths(family, shape, config):
         if length % block:
             return f"EXACT_LENGTHS needs {name}={block} to divide {length}"
     return None
@@ -447,8 +471,50 @@ def hopper_registers(
     return None
 
 
+# --- constraints on the fused backward --------------------------------------------------------------------------------
+
+
+def diagonal_first(
+    family: AttentionFamily, shape: AttentionShape | None, config: HopperWsBwdConfig, device: DeviceSpec
+) -> str | None:
+    """Only a diagonal can be visited first."""
+    if config.DIAGONAL_FIRST and not family.bounded_right:
+        return "DIAGONAL_FIRST needs a diagonal, a full family has none"
+    return None
+
+
+def scores_early(
+    family: AttentionFamily, shape: AttentionShape | None, config: HopperWsBwdConfig, device: DeviceSpec
+) -> str | None:
+    """Scores beside dS need registers that narrow head dims, with twice the rows in a tile, don't have."""
+    rows = fused_tile(family).block_m
+    if config.SCORES_EARLY and rows > ROWS_PER_WARPGROUP:
+        return f"SCORES_EARLY makes a tile of {rows} query rows spill; it is for head dims above {NARROW_HEAD_DIM}"
+    return None
+
+
+def addressable_dq(
+    family: AttentionFamily, shape: AttentionShape | None, config: HopperWsBwdConfig, device: DeviceSpec
+) -> str | None:
+    """Descriptors count rows in 32 bits."""
+    if shape is None:
+        return None
+    rows, _ = dq_acc_size(family, shape)
+    if rows > MAX_DESCRIPTOR_EXTENT:
+        return f"dq_acc has {rows} rows, a descriptor addresses {MAX_DESCRIPTOR_EXTENT}: split the batch"
+    return None
+
+
+def fused_shared_memory(
+    family: AttentionFamily, shape: AttentionShape | None, config: HopperWsBwdConfig, device: DeviceSpec
+) -> str | None:
+    """The tiles of every stage fit."""
+    need, limit = fused_smem_bytes(family), device.smem_optin_bytes
+    return None if need <= limit else f"needs {need} bytes of shared memory, {device.arch} offers {limit}"
+
+
 # Constraints that look at one knob only: a value that fails them never passes on that family and device.
-ONE_KNOB_CHECKS: tuple[Check, ...] = (register_cap, head_dim_piece, split_outputs)
+ONE_KNOB_CHECKS: tuple[Check, ...] = (register_cap, head_dim_piece, split_outputs, diagonal_first, scores_early)
 
 FORWARD_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
     ("threads", threads),
@@ -494,3 +560,14 @@ DELTA_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
     ("rows_in_registers", rows_in_registers),
     ("tile_fits_problem", tile_fits_problem),
 )
+
+# Short lengths may run in this tile, however much of it is padding: there is no smaller one.
+FUSED_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
+    ("diagonal_first", diagonal_first),
+    ("scores_early", scores_early),
+    ("shared_memory", fused_shared_memory),
+    ("addressable_dq", addressable_dq),
+    ("exact_lengths", exact_lengths),
+)
+
+POSTPROCESS_CONSTRAINTS: tuple[tuple[str, Check], ...] = (("threads", threads),)

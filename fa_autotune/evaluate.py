@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from fa_autotune.compiler import CompilePool, CompileRequest, CompileResult
-from fa_autotune.config import BwdDeltaConfig, KernelConfig
+from fa_autotune.config import KernelConfig
 from fa_autotune.device import DeviceSpec, Toolchain
 from fa_autotune.errors import FaAutotuneError, TemplateError, WorkerDied, WorkerError, WorkerTimeout
 from fa_autotune.generated import candidates_dir, write_module
@@ -307,8 +307,8 @@ def rank_finalists(measured: Sequence[tuple[Candidate, Measurement]]) -> list[tu
 def _complexity(config: KernelConfig) -> tuple[int, ...]:
     """Smaller is simpler: fewest knobs away from their default, least shared memory, fewest warps."""
     away = sum(getattr(config, knob.name) != knob.default for knob in fields(config) if knob.default is not MISSING)
-    tiles = 0 if isinstance(config, BwdDeltaConfig) else config.num_stages * config.BLOCK_N
-    return away, tiles, config.num_warps, config.BLOCK_M
+    tiles = getattr(config, "num_stages", 0) * getattr(config, "BLOCK_N", 0)  # of kernels that may differ in them
+    return away, tiles, config.num_warps, getattr(config, "BLOCK_M", 0)
 
 
 def _wrong(report: AccuracyReport) -> Failure:

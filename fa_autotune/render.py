@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from fa_autotune.config import BwdDeltaConfig, HopperWsFwdConfig, config_key, config_label
+from fa_autotune.config import config_key, config_label
 from fa_autotune.constraints import head_dim_pieces
 from fa_autotune.errors import TemplateError
 from fa_autotune.paths import templates_dir
 from fa_autotune.problem import MAX_HEAD_DIM, DType, Pass
 from fa_autotune.records import Candidate, CompileForm
 from fa_autotune.variants import compile_form, variant_spec
+from fa_autotune.workspace import DQ_LANES, ROWS_PER_TURN, STATISTIC_ROWS, fused_tile
 
 if TYPE_CHECKING:
     import jinja2
@@ -27,6 +28,9 @@ _STRIDES = {
     Pass.BWD_DELTA: {"o": "bhm", "do": "bhm"},
     Pass.BWD_DKDV: {"q": "bhm", "k": "bhn", "v": "bhn", "do": "bhm", "dk": "bhn", "dv": "bhn"},
     Pass.BWD_DQ: {"q": "bhm", "k": "bhn", "v": "bhn", "do": "bhm", "dq": "bhm"},
+    Pass.BWD_PREPROCESS: {"o": "bhm", "do": "bhm"},
+    Pass.BWD_FUSED: {},
+    Pass.BWD_POSTPROCESS: {"dq": "bhm"},
 }
 _TRITON_DTYPES = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32"}
 
@@ -76,7 +80,7 @@ def render(candidate: Candidate) -> KernelSource:
         )
     aligned = compile_form(family) is CompileForm.ALIGNED
     last = "" if aligned else "d"
-    widest = MAX_HEAD_DIM if isinstance(config, BwdDeltaConfig | HopperWsFwdConfig) else config.HEAD_DIM_PIECE
+    widest = getattr(config, "HEAD_DIM_PIECE", MAX_HEAD_DIM)
     try:
         body = (
             _environment()
@@ -90,6 +94,10 @@ def render(candidate: Candidate) -> KernelSource:
                 strides={name: axes + last for name, axes in _STRIDES[family.kernel_pass].items()},
                 triton_dtype=_TRITON_DTYPES[family.dtype],
                 itemsize=family.dtype.itemsize,
+                tile=fused_tile(family),
+                statistic_rows=STATISTIC_ROWS,
+                rows_per_turn=ROWS_PER_TURN,
+                dq_lanes=DQ_LANES,
             )
         )
     except jinja2.TemplateError as error:

@@ -11,6 +11,8 @@ from typing import Any
 
 from fa_autotune.config import (
     BwdDeltaConfig,
+    BwdPostprocessConfig,
+    HopperWsBwdConfig,
     HopperWsFwdConfig,
     KernelConfig,
     PortableBwdDkDvConfig,
@@ -25,8 +27,10 @@ from fa_autotune.constraints import (
     BACKWARD_CONSTRAINTS,
     DELTA_CONSTRAINTS,
     FORWARD_CONSTRAINTS,
+    FUSED_CONSTRAINTS,
     HOPPER_CONSTRAINTS,
     ONE_KNOB_CHECKS,
+    POSTPROCESS_CONSTRAINTS,
     Check,
     Rejected,
     canonical_piece,
@@ -40,6 +44,7 @@ from fa_autotune.device import INTERPRETER_ARCH, DeviceSpec
 from fa_autotune.errors import UnsupportedError
 from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, AttentionShape, DType, Pass
 from fa_autotune.records import Candidate, CompileForm, Variant
+from fa_autotune.workspace import WIDEST_HEAD_DIM
 
 MIN_TRITON = (3, 6)
 GLUON_TRITONS = ((3, 6), (3, 7))
@@ -165,8 +170,10 @@ def rejection(candidate: Candidate, shape: AttentionShape | None, device: Device
 def default_config(spec: VariantSpec, family: AttentionFamily, arch: str) -> KernelConfig:
     """An untuned config. It fits 64 KB of shared memory, or what their GPUs have: `hopper_ws`, and a backward's through
     descriptors."""
-    if spec.kernel_pass is Pass.BWD_DELTA:
-        return spec.config(BLOCK_M=32, num_warps=4)
+    if spec.kernel_pass in _ROW_SEEDS:
+        return spec.config(**_ROW_SEEDS[spec.kernel_pass][0])
+    if spec.kernel_pass is Pass.BWD_FUSED:
+        return _fused_seeds(spec, family)[0]
     if spec.variant is Variant.HOPPER_WS:
         return _hopper_seeds(spec, family)[0]
     columns = padded_head_dim(family.head_dim) + padded_head_dim(family.head_dim_v)
@@ -186,11 +193,13 @@ def default_config(spec: VariantSpec, family: AttentionFamily, arch: str) -> Ker
 
 def seed_configs(spec: VariantSpec, family: AttentionFamily, arch: str) -> list[KernelConfig]:
     """Configs worth trying first: the default, and tiles that were fast for such head dims."""
-    default = default_config(spec, family, arch)
-    if spec.kernel_pass is Pass.BWD_DELTA:
-        return [default, *(spec.config(BLOCK_M=rows, num_warps=warps) for rows, warps in ((16, 4), (64, 4), (64, 8)))]
+    if spec.kernel_pass in _ROW_SEEDS:
+        return [spec.config(**knobs) for knobs in _ROW_SEEDS[spec.kernel_pass]]
+    if spec.kernel_pass is Pass.BWD_FUSED:
+        return _fused_seeds(spec, family)
     if spec.variant is Variant.HOPPER_WS:
         return _hopper_seeds(spec, family)
+    default = default_config(spec, family, arch)
     wide = 2 * max(padded_head_dim(family.head_dim), padded_head_dim(family.head_dim_v))
     piece = 256
     if multiplies_by_fma(family, arch):
@@ -217,6 +226,23 @@ def seed_configs(spec: VariantSpec, family: AttentionFamily, arch: str) -> list[
             for exact in (True, False)
         ]
     return configs
+
+
+_ROW_SEEDS: dict[Pass, list[dict[str, KnobValue]]] = {  # the default first
+    Pass.BWD_DELTA: [{"BLOCK_M": m, "num_warps": warps} for m, warps in ((32, 4), (16, 4), (64, 4), (64, 8))],
+    Pass.BWD_PREPROCESS: [{"BLOCK_M": m, "num_warps": warps} for m, warps in ((32, 4), (64, 4), (64, 8), (128, 8))],
+    Pass.BWD_POSTPROCESS: [{"num_warps": warps} for warps in (4, 8)],
+}
+
+
+def _fused_seeds(spec: VariantSpec, family: AttentionFamily) -> list[KernelConfig]:
+    """Both orders and few or many heads side by side; what is fastest depends on the lengths."""
+    return [
+        spec.config(HEADS_PER_GROUP=heads, DIAGONAL_FIRST=first, EXACT_LENGTHS=exact)
+        for heads in (8, 2)
+        for first in ((True, False) if family.bounded_right else (False,))
+        for exact in (False, True)
+    ]
 
 
 _Tile = tuple[int, int, int, int]  # rows that a program owns, rows that its loop brings in, num_warps, num_stages
@@ -380,6 +406,21 @@ def _hopper_ws_supports(family: AttentionFamily, arch: str, triton_version: tupl
     return None
 
 
+def _fused_dims(family: AttentionFamily) -> str | None:
+    widest = max(family.head_dim, family.head_dim_v)
+    if widest > WIDEST_HEAD_DIM:
+        return f"the fused backward keeps dk and dv in registers up to head_dim {WIDEST_HEAD_DIM}, not {widest}"
+    return None
+
+
+def _fused_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
+    return _hopper_ws_supports(family, arch, triton_version) or _fused_dims(family)
+
+
+def _postprocess_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
+    return _portable_supports(family, arch, triton_version) or _fused_dims(family)
+
+
 def _tma_backward_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
     if multiplies_by_warp(arch):
         return f"on {arch} a backward keeps the tiles of descriptors in registers, and spills; the portable one serves"
@@ -417,6 +458,13 @@ def _canonical_hopper(config: HopperWsFwdConfig) -> HopperWsFwdConfig:
     pipelined = config.SCHEDULE is Schedule.PIPELINED
     return replace(config, CONSUMERS=max(2, config.CONSUMERS), PACK_P=config.PACK_P or pipelined)
 
+
+_FUSED_KNOBS = (
+    Knob(name="HEADS_PER_GROUP", values=(1, 2, 4, 8, 16, 32), ordinal=True),
+    Knob(name="DIAGONAL_FIRST", values=(False, True)),
+    Knob(name="SCORES_EARLY", values=(False, True)),
+    Knob(name="EXACT_LENGTHS", values=(False, True)),
+)
 
 _BACKWARD_KNOBS = tuple(knob for knob in _FORWARD_KNOBS if knob.name != "ROW_SUM_LANES")
 _SPLIT_OUTPUTS = Knob(name="SPLIT_OUTPUTS", values=(False, True))
@@ -479,6 +527,36 @@ VARIANTS: tuple[VariantSpec, ...] = (
     _backward(Pass.BWD_DKDV, Variant.TMA, TmaBwdDkDvConfig),
     _backward(Pass.BWD_DQ, Variant.PORTABLE, PortableBwdDqConfig),
     _backward(Pass.BWD_DQ, Variant.TMA, TmaBwdDqConfig),
+    VariantSpec(
+        kernel_pass=Pass.BWD_PREPROCESS,
+        variant=Variant.PORTABLE,
+        template="bwd_preprocess_portable.py.jinja",
+        config_type=BwdDeltaConfig,
+        knobs=(
+            Knob(name="BLOCK_M", values=(32, 64, 128), ordinal=True),
+            Knob(name="num_warps", values=(1, 2, 4, 8), ordinal=True),
+        ),
+        constraints=DELTA_CONSTRAINTS,
+        supports=_portable_supports,
+    ),
+    VariantSpec(
+        kernel_pass=Pass.BWD_FUSED,
+        variant=Variant.HOPPER_WS,
+        template="bwd_fused_hopper_ws.py.jinja",
+        config_type=HopperWsBwdConfig,
+        knobs=_FUSED_KNOBS,
+        constraints=FUSED_CONSTRAINTS,
+        supports=_fused_supports,
+    ),
+    VariantSpec(
+        kernel_pass=Pass.BWD_POSTPROCESS,
+        variant=Variant.PORTABLE,
+        template="bwd_postprocess_portable.py.jinja",
+        config_type=BwdPostprocessConfig,
+        knobs=(Knob(name="num_warps", values=(2, 4, 8), ordinal=True),),
+        constraints=POSTPROCESS_CONSTRAINTS,
+        supports=_postprocess_supports,
+    ),
 )
 
 for _spec in VARIANTS:  # a knob without a field, or a field without a knob, is a mistake of ours

@@ -46,7 +46,14 @@ def dq_acc_size(family: AttentionFamily, shape: AttentionShape) -> tuple[int, in
     """(rows, DQ_LANES): dq / softmax_scale tile by tile, fp32.
 
     Tile number (batch_head · query tiles + query tile) holds block_m · columns values in the order in which the
-    accumulators of its two warpgroups lie in registers.
+    accumulators of its two warpgroups lie in registers. As plain tensors, a tile [block_m, columns] is
+
+        values.reshape(2, 8, 4, 8, 4, 2, 2).permute(0, 2, 5, 3, 1, 4, 6).reshape(128, 64)  # columns = 64
+        values.reshape(2, 8, 4, 8, 4, 2, 2).permute(2, 5, 3, 0, 1, 4, 6).reshape(64, 128)  # columns = 128
+
+    and the axes of the first reshape are: part (a half of the rows, or of the columns), group of 8 columns, group of 16
+    rows, row of 8, pair of columns, half of the 16 rows, column of the pair. A tile that no key block adds to is never
+    written: one whose rows all see no key.
     """
     tile = fused_tile(family)
     tiles = shape.batch_size * shape.num_q_heads * -(-shape.seqlen_q // tile.block_m)

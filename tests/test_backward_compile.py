@@ -9,7 +9,7 @@ from strategies import PLAIN_VARIANTS
 from fa_autotune.compiler import CompilePool, CompileRequest, CompileResult
 from fa_autotune.device import KNOWN_DEVICES
 from fa_autotune.generated import write_module
-from fa_autotune.problem import BACKWARD_PASSES, Access, AttentionFamily, DType, Pass
+from fa_autotune.problem import BACKWARD_PASSES, ROW_PASSES, Access, AttentionFamily, DType, Pass
 from fa_autotune.records import Candidate, TrialStatus, Variant
 from fa_autotune.render import render
 from fa_autotune.variants import compile_form, default_config, seed_configs, supported_variants, variant_spec
@@ -23,6 +23,7 @@ SMALLEST_SMEM_BYTES = 64 * 1024  # a default must fit it anywhere
 WIDE_SMEM_BYTES = 227 * 1024  # of the archs for which a backward is compiled through descriptors
 H200 = KNOWN_DEVICES["h200"]
 TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+PORTABLE_PASSES = tuple(one for one in BACKWARD_PASSES if one is not Pass.BWD_FUSED)
 Compile = Callable[[Sequence[Candidate], str, int], list[CompileResult]]
 
 
@@ -47,18 +48,22 @@ def make_family(
 
 def make_families(kernel_pass: Pass, arch: str) -> list[AttentionFamily]:
     dtype = DType.FLOAT16 if arch == "sm_75" else DType.BFLOAT16  # Turing multiplies no bfloat16
-    causal = kernel_pass is not Pass.BWD_DELTA
+    causal = kernel_pass not in ROW_PASSES
     families = [
         make_family(kernel_pass, 64, causal=causal, dtype=dtype),
         make_family(kernel_pass, 64, dtype=dtype, access=Access.ANY),
     ]
-    if arch in LIKE_SM_80 or kernel_pass is Pass.BWD_DELTA:
+    if arch in LIKE_SM_80 or kernel_pass in ROW_PASSES:
         return families
-    return [
-        *families,
+    families += [
         make_family(kernel_pass, 128, dtype=dtype),
         make_family(kernel_pass, 128, causal=True, dtype=dtype),
         make_family(kernel_pass, 96, causal=True, dtype=dtype),
+    ]
+    if kernel_pass is Pass.BWD_POSTPROCESS:
+        return families
+    return [
+        *families,
         make_family(kernel_pass, 192, 128, causal=True, dtype=dtype),
         make_family(kernel_pass, 256, causal=True, dtype=dtype),
     ]
@@ -102,7 +107,7 @@ def defaults(family: AttentionFamily, arch: str, variant: Variant) -> list[Candi
     ]
 
 
-@pytest.mark.parametrize("kernel_pass", BACKWARD_PASSES)
+@pytest.mark.parametrize("kernel_pass", PORTABLE_PASSES)
 @pytest.mark.parametrize(
     "arch", [arch if arch in QUICK_ARCHS else pytest.param(arch, marks=pytest.mark.slow) for arch in ARCHS]
 )
@@ -130,12 +135,12 @@ def test_no_backward_goes_through_descriptors_where_they_spill_or_are_not_there(
     assert defaults(family, arch, Variant.TMA) == []
 
 
-@pytest.mark.parametrize("kernel_pass", BACKWARD_PASSES)
+@pytest.mark.parametrize("kernel_pass", PORTABLE_PASSES)
 @pytest.mark.parametrize(
     "arch", ["sm_90", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_75", "sm_80", "gfx942"))]
 )
 def test_the_fp32_default_compiles_and_passes_all_gates(arch: str, kernel_pass: Pass, compiled: Compile) -> None:
-    family = make_family(kernel_pass, 64, causal=kernel_pass is not Pass.BWD_DELTA, dtype=DType.FLOAT32)
+    family = make_family(kernel_pass, 64, causal=kernel_pass not in ROW_PASSES, dtype=DType.FLOAT32)
     candidates = defaults(family, arch, Variant.PORTABLE)
     assert refused(candidates, compiled(candidates, arch, SMALLEST_SMEM_BYTES)) == {}
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from strategies import candidates
 
 from fa_autotune import render as render_module
-from fa_autotune.config import Schedule, TmaFwdConfig
+from fa_autotune.config import BwdDeltaConfig, Schedule, TmaFwdConfig
 from fa_autotune.constraints import head_dim_pieces
 from fa_autotune.device import KNOWN_DEVICES
 from fa_autotune.errors import InvalidConfigError, InvalidProblemError, TemplateError
@@ -54,9 +54,15 @@ def make_family(
 
 def make_backward(kernel_pass: Pass, variant: Variant, family: AttentionFamily, **knobs: int | bool) -> Candidate:
     spec = variant_spec(kernel_pass, variant)
-    tile = {"BLOCK_M": 32, "num_warps": 4} if kernel_pass is Pass.BWD_DELTA else TILE
-    config = spec.config(**{**tile, **knobs})
+    tile = {**TILE, "BLOCK_M": 32} if spec.config_type is BwdDeltaConfig else TILE
+    own = {name: value for name, value in tile.items() if name in {field.name for field in fields(spec.config_type)}}
+    config = spec.config(**{**own, **knobs})
     return Candidate(family=replace(family, kernel_pass=kernel_pass), variant=variant, config=config)
+
+
+def make_fused(family: AttentionFamily, *, unordered: bool = False, **knobs: int | bool) -> Candidate:
+    candidate = make_backward(Pass.BWD_FUSED, Variant.HOPPER_WS, family, **knobs)
+    return replace(candidate, family=replace(candidate.family, unordered=unordered))
 
 
 def make_candidate(variant: Variant, family: AttentionFamily | None = None, **knobs: object) -> Candidate:
@@ -124,6 +130,22 @@ GOLDEN_CASES = {
     "bwd_dq_tma/bf16_d192_v128_causal": make_backward(
         Pass.BWD_DQ, Variant.TMA, make_family(head_dim=192, head_dim_v=128, causal=True)
     ),
+    "bwd_preprocess_portable/bf16_d64": make_backward(Pass.BWD_PREPROCESS, Variant.PORTABLE, make_family()),
+    "bwd_preprocess_portable/fp16_d40_any": make_backward(
+        Pass.BWD_PREPROCESS, Variant.PORTABLE, make_family(DType.FLOAT16, 40, access=Access.ANY), BLOCK_M=128
+    ),
+    "bwd_fused_hopper_ws/bf16_d128_causal": make_fused(make_family(head_dim=128, causal=True)),
+    "bwd_fused_hopper_ws/fp16_d96_v128_causal_diagonal_first_exact": make_fused(
+        make_family(DType.FLOAT16, 96, 128, causal=True), DIAGONAL_FIRST=True, SCORES_EARLY=True, EXACT_LENGTHS=True
+    ),
+    "bwd_fused_hopper_ws/bf16_d64_full_unordered": make_fused(make_family(), unordered=True),
+    "bwd_fused_hopper_ws/bf16_d64_full_exact": make_fused(make_family(), EXACT_LENGTHS=True, HEADS_PER_GROUP=1),
+    "bwd_postprocess_portable/bf16_d128_causal": make_backward(
+        Pass.BWD_POSTPROCESS, Variant.PORTABLE, make_family(head_dim=128, causal=True)
+    ),
+    "bwd_postprocess_portable/fp16_d40_full_any": make_backward(
+        Pass.BWD_POSTPROCESS, Variant.PORTABLE, make_family(DType.FLOAT16, 40, access=Access.ANY)
+    ),
     "bwd_dq_tma/bf16_d64_full_exact": make_backward(Pass.BWD_DQ, Variant.TMA, make_family(), EXACT_LENGTHS=True),
 }
 
@@ -182,7 +204,12 @@ def unused_names(text: str) -> set[str]:
 
 @cases
 def test_a_render_has_no_unused_names(case: str) -> None:
-    shared = {"arguments.diagonal", "attention_fwd.seqlen_k", "attention_bwd_dq.seqlen_k"}  # that all kernels have
+    shared = {  # that all kernels have
+        "arguments.diagonal",
+        "arguments.turns",
+        "attention_fwd.seqlen_k",
+        "attention_bwd_dq.seqlen_k",
+    }
     assert unused_names(render(GOLDEN_CASES[case]).text) <= shared
 
 

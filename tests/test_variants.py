@@ -176,6 +176,7 @@ def test_head_dim_pieces_are_the_narrowest_cover(head_dim: int, widest: int, pie
 
 @given(families(), devices())
 def test_some_variant_serves_every_family_but_bfloat16_on_turing(family: AttentionFamily, device: DeviceSpec) -> None:
+    assume(family.kernel_pass not in (Pass.BWD_FUSED, Pass.BWD_POSTPROCESS))  # the split backward serves instead
     turing_bfloat16 = device.arch == "sm_75" and family.dtype is DType.BFLOAT16
     assert bool(supported_variants(family, device.arch, (3, 6))) != turing_bfloat16
 

@@ -1,0 +1,127 @@
+"""The fused backward compiles for sm_90 and keeps what it is written for: no spill in its loops, asynchronous products.
+
+That is what can be checked of Gluon without a GPU: it has no interpreter.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from compile_jobs import compiled_text
+
+from fa_autotune.compiler import (
+    GATES,
+    CompilePool,
+    CompileRequest,
+    CompileResult,
+    compile_environ,
+    resource_report,
+)
+from fa_autotune.constraints import FUSED_BARRIER_BYTES, fused_smem_bytes
+from fa_autotune.device import KNOWN_DEVICES
+from fa_autotune.generated import write_module
+from fa_autotune.problem import AttentionFamily, DType, Pass
+from fa_autotune.records import Candidate, CompileForm, TrialStatus, Variant
+from fa_autotune.render import render
+from fa_autotune.variants import KnobValue, variant_spec
+from fa_autotune.worker import WorkerPool
+
+pytestmark = pytest.mark.kernel
+
+H200 = KNOWN_DEVICES["h200"]
+SPEC = variant_spec(Pass.BWD_FUSED, Variant.HOPPER_WS)
+Compile = Callable[[Sequence[Candidate]], list[CompileResult]]
+
+
+def make_candidate(
+    head_dim: int = 128,
+    head_dim_v: int | None = None,
+    *,
+    causal: bool = False,
+    dtype: DType = DType.BFLOAT16,
+    unordered: bool = False,
+    **knobs: KnobValue,
+) -> Candidate:
+    family = AttentionFamily(
+        kernel_pass=Pass.BWD_FUSED,
+        dtype=dtype,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v or head_dim,
+        bounded_right=causal,
+        unordered=unordered,
+    )
+    return Candidate(family=family, variant=Variant.HOPPER_WS, config=SPEC.config(**knobs))
+
+
+def request_of(candidate: Candidate, folder: Path) -> CompileRequest:
+    return CompileRequest(
+        module_path=write_module(render(candidate), folder),
+        arch="sm_90",
+        form=CompileForm.ALIGNED,
+        variant=candidate.variant,
+        smem_limit_bytes=H200.smem_optin_bytes,
+    )
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
+    folder = tmp_path_factory.mktemp("kernels")
+    with CompilePool(2, deadline_s=240.0) as pool:
+        yield lambda candidates: [
+            future.result() for future in [pool.submit(request_of(candidate, folder)) for candidate in candidates]
+        ]
+
+
+def failed(candidates: Sequence[Candidate], results: Sequence[CompileResult]) -> dict[str, object]:
+    """Those that a gate stopped, or that take more shared memory than the constraints count."""
+    return {
+        f"{candidate.family.label} {candidate.config}": (result.status.value, result.gate, result.error)
+        for candidate, result in zip(candidates, results, strict=True)
+        if result.status is not TrialStatus.OK or not is_counted_right(candidate, result)
+    }
+
+
+def is_counted_right(candidate: Candidate, result: CompileResult) -> bool:
+    counted = fused_smem_bytes(candidate.family)
+    return result.resources is not None and counted - FUSED_BARRIER_BYTES <= result.resources.smem_bytes <= counted
+
+
+QUICK = [
+    make_candidate(causal=True),
+    make_candidate(64, causal=True),
+    make_candidate(unordered=True),
+    make_candidate(64),
+    make_candidate(96, 40, causal=True, dtype=DType.FLOAT16, DIAGONAL_FIRST=True, SCORES_EARLY=True),
+    make_candidate(40, 64, causal=True, dtype=DType.FLOAT16, unordered=True, DIAGONAL_FIRST=True, EXACT_LENGTHS=True),
+]
+
+
+def test_it_compiles_and_passes_the_gates(compiled: Compile) -> None:
+    assert failed(QUICK, compiled(QUICK)) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [8, 64, 128])
+def test_all_of_the_space_passes_the_gates(head_dim: int, causal: bool, dtype: DType, compiled: Compile) -> None:
+    candidates = [
+        Candidate(family=family, variant=Variant.HOPPER_WS, config=config)
+        for unordered in (False, True)
+        for family in [make_candidate(head_dim, causal=causal, dtype=dtype, unordered=unordered).family]
+        for config in SPEC.configs()
+        if config.HEADS_PER_GROUP == 8  # type: ignore[union-attr]  # it changes one number
+        and SPEC.rejection(config, family=family, shape=None, device=H200) is None
+    ]
+    assert failed(candidates, compiled(candidates)) == {}
+
+
+def test_a_kernel_that_adds_dq_up_in_another_way_is_stopped(tmp_path: Path) -> None:
+    request = request_of(make_candidate(64, EXACT_LENGTHS=True), tmp_path)
+    with WorkerPool(1, name="compile", environ=compile_environ()) as workers:
+        text = workers.submit(compiled_text, request.module_path, deadline_s=240.0).result()
+    resources = resource_report(text, 0.0)
+    assert [name for name, gate in GATES if gate(request, text, resources)] == []
+    changed = replace(text, assembly=text.assembly.replace("cp.reduce.async.bulk.tensor", "red.global.add.f32"))
+    assert [name for name, gate in GATES if gate(request, changed, resources)] == ["added_dq"]
