@@ -14,7 +14,14 @@ from enum import StrEnum
 from functools import cache
 from typing import Any
 
-from fa_autotune.config import BwdDeltaConfig, HopperWsFwdConfig, KernelConfig, config_label
+from fa_autotune.config import (
+    BwdDeltaConfig,
+    BwdPostprocessConfig,
+    HopperWsBwdConfig,
+    HopperWsFwdConfig,
+    KernelConfig,
+    config_label,
+)
 from fa_autotune.constraints import MIN_SCORES_PER_WARP
 from fa_autotune.device import INTERPRETER_ARCH, DeviceSpec
 from fa_autotune.errors import FaAutotuneError, NoKernelError, UnsupportedError
@@ -366,7 +373,7 @@ def _device_gap(device: DeviceSpec, fingerprint: str) -> float:
 def _defaults(spec: VariantSpec, problem: AttentionProblem, arch: str) -> Iterator[KernelConfig]:
     """The variant's default, then the same with ever smaller tiles, for shapes and devices that it does not fit."""
     base = default_config(spec, problem.family, arch)
-    if isinstance(base, HopperWsFwdConfig):  # tma has smaller tiles
+    if isinstance(base, HopperWsFwdConfig | HopperWsBwdConfig | BwdPostprocessConfig):  # tma has smaller tiles
         yield base
         return
     for block_m in _halvings(base.BLOCK_M):
