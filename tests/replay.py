@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import sha256
 
-from fa_autotune.config import BwdDeltaConfig, config_key
+from fa_autotune.config import BwdDeltaConfig, BwdPostprocessConfig, HopperWsBwdConfig, config_key
 from fa_autotune.device import DeviceSpec
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, Measurement, Regime, Role, TrialRecord, TrialStatus, Variant
@@ -35,6 +35,10 @@ def attention_landscape(device: DeviceSpec, *, failing_share: float = 0.04) -> L
             return draw.choice(failures)
         if isinstance(config, BwdDeltaConfig):
             return 0.004 + 0.001 * (abs(math.log2(config.BLOCK_M / 32)) + abs(math.log2(config.num_warps / 4)))
+        if isinstance(config, BwdPostprocessConfig):
+            return 0.004 + 0.001 * abs(math.log2(config.num_warps / 4))
+        if isinstance(config, HopperWsBwdConfig):
+            return 0.5 + 0.02 * abs(math.log2(config.HEADS_PER_GROUP / 8)) + (0 if config.EXACT_LENGTHS else 0.02)
         if config.BLOCK_M * config.BLOCK_N * config.num_stages > 2**17:
             return TrialStatus.COMPILE_FAILED
         threads = config.num_warps * device.warp_size
