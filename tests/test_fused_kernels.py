@@ -219,13 +219,13 @@ def test_every_key_block_that_a_tile_sees_adds_once_in_the_order_in_which_progra
     parts: dict[tuple[int, int], list[tuple[int, int, int]]] = {}  # (query head, first row) to (block, turn, last turn)
     for program in range(blocks * batch_heads):
         n_block, batch_head = call("key_block_of_program", program, blocks, batch_heads)
-        tiles, begin_m, end_m = call("walk_of", n_block, seqlen_q, diagonal) if causal else call("walk_of", seqlen_q)
-        q_head, start_m = batch_head * group, begin_m
+        tiles, start_m = call("walk_of", n_block, seqlen_q, diagonal) if causal else call("walk_of", seqlen_q)
+        first_head = q_head = batch_head * group
         for _ in range(tiles * group):
             where = (start_m, seqlen_q, seqlen_k, diagonal) if causal else (seqlen_k,)
             parts.setdefault((q_head, start_m), []).append((n_block, *call("turn_of", n_block, *where)))
-            q_head, start_m = call("next_tile", q_head, start_m, begin_m, end_m)
-        assert tiles == 0 or (q_head, start_m) == (batch_head * group + group, begin_m)
+            q_head, start_m = call("next_tile", q_head, start_m, first_head, group)
+        assert q_head == first_head
     for q_head in range(batch_heads * group):
         for start_m in range(0, seqlen_q, block_m):
             last_row = min(start_m + block_m, seqlen_q) - 1
