@@ -561,6 +561,9 @@ DELTA_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
     ("tile_fits_problem", tile_fits_problem),
 )
 
+# Its rows are padded to whole blocks whatever their number.
+PREPROCESS_CONSTRAINTS = DELTA_CONSTRAINTS[:2]
+
 # Short lengths may run in this tile, however much of it is padding: there is no smaller one.
 FUSED_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
     ("diagonal_first", diagonal_first),

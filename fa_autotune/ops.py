@@ -92,15 +92,23 @@ def attention(
     return attend(q, k, v, softmax_scale, BOTTOM_RIGHT if causal else FULL, _LAYOUTS[layout], runs, return_lse)
 
 
-def warmup(problems: Iterable[AttentionProblem | str], *, device: torch.device | str | int | None = None) -> None:
+def warmup(
+    problems: Iterable[AttentionProblem | str],
+    *,
+    device: torch.device | str | int | None = None,
+    backward: bool = False,
+) -> None:
     """Decide, compile and load the kernels of problems ahead, so that their first calls need none of it.
 
-    Problems as `AttentionProblem` or its short text, such as "4x32x8x4096x4096x128,causal". Needed before a call is
-    captured in a CUDA graph. The device is the current GPU unless named.
+    Problems as `AttentionProblem` or its short text, such as "4x32x8x4096x4096x128,causal"; with `backward` also the
+    kernels of their whole backward. Needed before a call is captured in a CUDA graph. The device is the current GPU
+    unless named.
     """
     index = device_index(device)
-    for problem in problems:
-        kernel_for(_as_called(problem), index)
+    for called in map(_as_called, problems):
+        kernel_for(called, index)
+        for kernel_pass in dispatcher_of(index).backward_passes(called) if backward else ():
+            kernel_for(called.for_pass(kernel_pass), index)
 
 
 def explain(problem: AttentionProblem | str, *, device: torch.device | str | int | None = None) -> str:

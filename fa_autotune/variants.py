@@ -31,6 +31,7 @@ from fa_autotune.constraints import (
     HOPPER_CONSTRAINTS,
     ONE_KNOB_CHECKS,
     POSTPROCESS_CONSTRAINTS,
+    PREPROCESS_CONSTRAINTS,
     Check,
     Rejected,
     canonical_piece,
@@ -236,12 +237,12 @@ _ROW_SEEDS: dict[Pass, list[dict[str, KnobValue]]] = {  # the default first
 
 
 def _fused_seeds(spec: VariantSpec, family: AttentionFamily) -> list[KernelConfig]:
-    """Both orders and few or many heads side by side; what is fastest depends on the lengths."""
+    """Both orders, and few or many heads side by side: what is fastest depends on the lengths."""
     return [
         spec.config(HEADS_PER_GROUP=heads, DIAGONAL_FIRST=first, EXACT_LENGTHS=exact)
-        for heads in (8, 2)
-        for first in ((True, False) if family.bounded_right else (False,))
         for exact in (False, True)
+        for heads in (8, 16, 2)
+        for first in ((True, False) if family.bounded_right else (False,))
     ]
 
 
@@ -536,7 +537,7 @@ VARIANTS: tuple[VariantSpec, ...] = (
             Knob(name="BLOCK_M", values=(32, 64, 128), ordinal=True),
             Knob(name="num_warps", values=(1, 2, 4, 8), ordinal=True),
         ),
-        constraints=DELTA_CONSTRAINTS,
+        constraints=PREPROCESS_CONSTRAINTS,
         supports=_portable_supports,
     ),
     VariantSpec(

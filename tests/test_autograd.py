@@ -18,13 +18,14 @@ from torch.utils.checkpoint import checkpoint
 
 from fa_autotune import (
     attention,
+    backward_plan,
     calls,
     kernel_plan,
     tensors,
     warmup,
 )
 from fa_autotune.errors import UnsupportedError
-from fa_autotune.problem import Access, Pass
+from fa_autotune.problem import SPLIT_BACKWARD, Access, Pass
 from fa_autotune.records import Candidate
 from fa_autotune.reference import (
     attention_gradients,
@@ -450,7 +451,7 @@ def test_gradients_through_parts_that_are_merged_by_their_lse_are_those_of_the_w
 def launches(cold: None, monkeypatch: pytest.MonkeyPatch) -> Counter[Pass]:
     """How often a kernel of each pass ran since the process was cold."""
     counted: Counter[Pass] = Counter()
-    bind = kernel_plan.bind
+    bind = backward_plan.bind
 
     def counting(kernel: Any, *arguments: Any) -> Callable[..., None]:
         launch = bind(kernel, *arguments)
@@ -461,7 +462,8 @@ def launches(cold: None, monkeypatch: pytest.MonkeyPatch) -> Counter[Pass]:
 
         return launch_and_count
 
-    monkeypatch.setattr(kernel_plan, "bind", counting)
+    for module in (kernel_plan, backward_plan):
+        monkeypatch.setattr(module, "bind", counting)
     return counted
 
 
@@ -594,7 +596,7 @@ def test_kernels_with_blocks_of_different_sizes_work_together(
         q, k, v = access(q), access(k), access(v)
     assert_gradients_right(q, k, v, causal=True)
     rows = {candidate.family.kernel_pass: candidate.config.BLOCK_M for candidate in loads}
-    assert set(rows) == set(Pass)
+    assert set(rows) == {Pass.FWD, *SPLIT_BACKWARD}
     assert len(set(rows.values())) > 1
 
 
@@ -744,8 +746,10 @@ def test_the_reference_backend_has_the_gradients_of_the_kernels_contract() -> No
 def test_a_second_backward_decides_binds_and_loads_nothing(cold: None, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = make()
     first = gradients(q, k, v, causal=True)
-    for module, name in ((kernel_plan, "bind"), (kernel_plan, "kernel_for"), (calls, "KernelPlan")):
-        monkeypatch.setattr(module, name, None)  # not to be called
+    for module in (kernel_plan, backward_plan):
+        monkeypatch.setattr(module, "bind", None)  # not to be called
+        monkeypatch.setattr(module, "kernel_for", None)
+    monkeypatch.setattr(calls, "KernelPlan", None)
     assert all(map(torch.equal, gradients(q.clone(), k, v, causal=True), first))
 
 
@@ -769,7 +773,7 @@ def test_a_gradient_of_many_strides_does_not_fill_memory(cold: None, monkeypatch
 
 @runs_kernels
 def test_a_backward_after_warmup_loads_nothing(loads: list[Candidate]) -> None:
-    warmup(f"1x2x1x37x41x32,causal,{kernel_pass}" for kernel_pass in Pass)
+    warmup(["1x2x1x37x41x32,causal"], backward=True)
     before = len(loads)
     gradients(*make(), causal=True)
     assert len(loads) == before == 4
@@ -786,5 +790,5 @@ def test_a_worse_gradient_of_out_is_copied_rather_than_slowing_the_kernels(loads
 def test_threads_that_cold_start_together_load_each_backward_kernel_once(loads: list[Candidate]) -> None:
     q, k, v = make()
     results = together(lambda: gradients(q, k, v, causal=True))
-    assert Counter(candidate.family.kernel_pass for candidate in loads) == dict.fromkeys(Pass, 1)
+    assert Counter(candidate.family.kernel_pass for candidate in loads) == dict.fromkeys((Pass.FWD, *SPLIT_BACKWARD), 1)
     assert all(torch.equal(one, other) for found in results for one, other in zip(found, results[0], strict=True))

@@ -28,7 +28,7 @@ from fa_autotune.device import INTERPRETER, KNOWN_DEVICES, DeviceSpec
 from fa_autotune.dispatch import MAX_REMEMBERED, Decision, Dispatcher, Origin, decide, shape_distance
 from fa_autotune.errors import FaAutotuneError, NoKernelError, TemplateError, UnsupportedError
 from fa_autotune.misses import MAX_PROBLEMS, MissLog
-from fa_autotune.problem import BACKWARD_PASSES, Access, AttentionProblem, Pass
+from fa_autotune.problem import BACKWARD_PASSES, SPLIT_BACKWARD, Access, AttentionProblem, Pass
 from fa_autotune.records import Candidate, Regime, Variant
 from fa_autotune.render import render
 from fa_autotune.snapshot import Snapshot, Source, WinnerRow
@@ -370,7 +370,7 @@ def test_exact_lengths_that_do_not_divide_their_own_shape_are_never_used() -> No
     assert choose("4x32x8x4001x4001x128,causal", row).origin is Origin.DEFAULT
 
 
-@pytest.mark.parametrize("kernel_pass", BACKWARD_PASSES)
+@pytest.mark.parametrize("kernel_pass", SPLIT_BACKWARD)
 def test_a_backward_is_served_by_winners_of_its_own_pass(kernel_pass: Pass) -> None:
     call = PROBLEM.for_pass(kernel_pass)
     own = winner(call, portable_config(call), median_ms=9.0)
@@ -391,12 +391,18 @@ def test_dk_and_dv_are_near_where_their_keys_have_as_many_queries() -> None:
 # --- properties -------------------------------------------------------------------------------------------------------
 
 
+def served(**limits: int) -> st.SearchStrategy[AttentionProblem]:
+    """Problems that some kernel serves on every device: a fused backward has one on Hopper, and for some families."""
+    fused_only = (Pass.BWD_FUSED, Pass.BWD_POSTPROCESS)
+    return problems(**limits).filter(lambda problem: problem.family.kernel_pass not in fused_only)
+
+
 @st.composite
 def databases(draw: st.DrawFn, problem: AttentionProblem) -> list[WinnerRow]:
     """Winners of this problem's and of other families on any device, with any config of the space."""
     rows = []
     for _ in range(draw(st.integers(0, 6))):
-        other = draw(problems())
+        other = draw(served())
         access = st.just(problem.family.access)
         if other.family.access is not Access.ANY:
             access = st.sampled_from([problem.family.access, Access.ANY])
@@ -415,7 +421,7 @@ def databases(draw: st.DrawFn, problem: AttentionProblem) -> list[WinnerRow]:
     return rows
 
 
-@given(st.data(), problems(), st.one_of(devices(), st.just(INTERPRETER)))
+@given(st.data(), served(), st.one_of(devices(), st.just(INTERPRETER)))
 def test_a_decision_always_passes_its_own_constraints(
     data: st.DataObject, problem: AttentionProblem, device: DeviceSpec
 ) -> None:
@@ -432,7 +438,7 @@ def test_a_decision_always_passes_its_own_constraints(
     assert rejection(candidate, problem.shape, device) is None
 
 
-@given(st.data(), problems(), st.randoms(use_true_random=False))
+@given(st.data(), served(), st.randoms(use_true_random=False))
 def test_order_of_rows_never_matters(data: st.DataObject, problem: AttentionProblem, shuffler: random.Random) -> None:
     rows = data.draw(databases(problem))
     first = choose(problem, *rows)
@@ -440,7 +446,7 @@ def test_order_of_rows_never_matters(data: st.DataObject, problem: AttentionProb
     assert choose(problem, *rows) == first
 
 
-@given(problems(max_seqlen=512), st.lists(problems(max_seqlen=512), max_size=5))
+@given(served(max_seqlen=512), st.lists(served(max_seqlen=512), max_size=5))
 def test_nearest_of_a_tuned_problem_is_itself(problem: AttentionProblem, others: list[AttentionProblem]) -> None:
     rows = [winner(replace(other, family=problem.family), portable_config(problem)) for other in [*others, problem]]
     decision = choose(problem, *rows)
@@ -449,7 +455,7 @@ def test_nearest_of_a_tuned_problem_is_itself(problem: AttentionProblem, others:
         assert decision.row.problem == problem
 
 
-@given(problems(), problems())
+@given(served(), served())
 def test_distance_is_symmetric_and_zero_to_itself(first: AttentionProblem, second: AttentionProblem) -> None:
     assert shape_distance(first, first, 132) == 0.0
     assert shape_distance(first, second, 132) == shape_distance(second, first, 132) >= 0.0
@@ -470,7 +476,7 @@ def dispatcher(
     )
 
 
-@given(problems(), problems())
+@given(served(), served())
 def test_two_problems_never_share_what_is_remembered(first: AttentionProblem, second: AttentionProblem) -> None:
     remembering = dispatcher(device=INTERPRETER)
     for problem in (first, second, first):
