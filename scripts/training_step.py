@@ -1,7 +1,7 @@
-"""Time of an attention layer's forward and backward, ours beside PyTorch's SDPA: eager, and replayed from a CUDA graph.
+"""Time of an attention layer's forward and backward, ours beside PyTorch's SDPA: eager, and replayed from CUDA graphs.
 
-What a training step sees of attention: kernels, allocations and host time together. 16,384 tokens (32,768 at the longest
-length), 2048 columns of heads, causal, bfloat16. Each figure is the median of interleaved rounds.
+What a training step sees of attention: kernels, allocations and host time together. 16,384 tokens (32,768 at the
+longest length), 2048 columns of heads, causal, bfloat16. Each figure is the median of interleaved rounds.
 
     python scripts/training_step.py [--json FILE]
 """
@@ -122,9 +122,7 @@ def main() -> None:
             / row["median_ms"][f"ours {mode}"]
             for row in rows
         ]
-        print(
-            f"\n{mode}: ours against the faster of SDPA's two, geometric mean {geomean(best):.3f}, smallest {min(best):.3f}"
-        )
+        print(f"\n{mode}: ours against the faster peer, geometric mean {geomean(best):.3f}, least {min(best):.3f}")
     if chosen.json:
         device, toolchain = live_device(), live_toolchain()
         found = {"device": device.name, "torch": toolchain.torch, "triton": toolchain.triton, "rows": rows}
