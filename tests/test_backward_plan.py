@@ -233,7 +233,7 @@ class Sample:
         return tuple(gradient.to(q.dtype) for gradient in found)
 
 
-def make(text: str = "2x4x2x70x90x64,causal", *, index: int = 0) -> Sample:
+def make(text: str = "1x4x2x70x90x64,causal", *, index: int = 0) -> Sample:
     problem = AttentionProblem.parse(text)
     family, shape = problem.family, problem.shape
     generator = torch.Generator().manual_seed(0)
@@ -283,7 +283,7 @@ def test_the_fused_way_pads_rows_to_whole_tiles(lengths: str, kernels: PlainKern
 @pytest.mark.parametrize("strides", ["dense", "expanded", "every second"])
 def test_a_gradient_into_lse_is_honoured(strides: str, way: str, kernels: PlainKernels) -> None:
     sample = make(index=0 if way == "fused" else -1)
-    d_lse = torch.randn(2, 4, 70, generator=torch.Generator().manual_seed(1))
+    d_lse = torch.randn(1, 4, 70, generator=torch.Generator().manual_seed(1))
     d_lse = {
         "dense": d_lse,
         "expanded": d_lse[:, :1, :1].expand(d_lse.shape),
@@ -316,7 +316,7 @@ def test_a_backward_runs_again_on_other_tensors(kernels: PlainKernels) -> None:
 
 def test_the_callers_tensors_are_never_written(kernels: PlainKernels) -> None:
     sample = make()
-    d_lse = torch.ones(2, 4, 70)
+    d_lse = torch.ones(1, 4, 70)
     before = [tensor.clone() for tensor in sample.inputs]
     run_fused(sample, d_lse, unordered=True)
     assert all(map(torch.equal, sample.inputs, before))
@@ -362,6 +362,18 @@ def test_measured_times_decide_the_way_of_a_call(kernels: PlainKernels, monkeypa
         measured = dispatcher(*all_winners(sample.call.problem, fused_ms=fused_ms, split_ms=split_ms))
         monkeypatch.setattr(backward_plan, "dispatcher_of", lambda index, found=measured: found)
         assert isinstance(bound_way(sample), way)
+
+
+def test_the_times_of_an_unordered_call_are_those_of_its_own_kernel(
+    kernels: PlainKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = make()
+    unordered = sample.call.problem.for_pass(Pass.BWD_FUSED, unordered=True)
+    rows = all_winners(sample.call.problem, fused_ms=4, split_ms=3)
+    measured = dispatcher(*rows, winner(unordered, plain_config(unordered), median_ms=0.1))
+    monkeypatch.setattr(backward_plan, "dispatcher_of", lambda index: measured)
+    assert isinstance(bound_way(sample), SplitBackward)
+    assert isinstance(bound_way(sample, unordered=True), FusedBackward)
 
 
 # --- where gradients are written --------------------------------------------------------------------------------------
@@ -423,7 +435,7 @@ def test_dq_may_lie_anywhere_in_the_fused_way(kernels: PlainKernels) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 5], ids=["q", "k", "v", "do"])
-@pytest.mark.parametrize("view", [late, lambda tensor: tensor[:1].expand(tensor.shape)], ids=["late", "expanded"])
+@pytest.mark.parametrize("view", [late, lambda tensor: tensor[:, :1].expand(tensor.shape)], ids=["late", "expanded"])
 def test_where_descriptors_cant_read_an_input_the_split_way_does(
     view: Callable[[Tensor], Tensor], number: int, kernels: PlainKernels
 ) -> None:
