@@ -60,7 +60,7 @@ def winner(
     }
     return WinnerRow(
         problem=problem,
-        candidate=Candidate(family=problem.family, variant=_variant_of(config), config=config),
+        candidate=Candidate(family=problem.family, variant=variant_of(config), config=config),
         device_fingerprint=device.fingerprint,
         device_arch=device.arch,
         device_name=device.name,
@@ -68,7 +68,8 @@ def winner(
     )
 
 
-def _variant_of(config: KernelConfig) -> Variant:
+def variant_of(config: KernelConfig) -> Variant:
+    """The variant whose config it is."""
     if isinstance(config, HopperWsFwdConfig | HopperWsBwdConfig):
         return Variant.HOPPER_WS
     return Variant.TMA if type(config).__name__.startswith("Tma") else Variant.PORTABLE
