@@ -61,13 +61,13 @@ def launches(cold: None, monkeypatch: pytest.MonkeyPatch) -> Counter[Pass]:
 @runs_kernels
 @pytest.mark.parametrize("which", ["q", "k", "v", "qk", "qv", "kv", "qkv"])
 def test_exactly_the_needed_gradients_are_computed(which: str, launches: Counter[Pass]) -> None:
-    tensors = dict(zip("qkv", make_small(), strict=True))
+    tensors = dict(zip("qkv", make_small(dtype=FLOAT32), strict=True))  # whose backward is split on every GPU
     everything = dict(zip("qkv", gradients(*tensors.values(), causal=True), strict=True))
     launches.clear()
     for name in which:
         tensors[name].requires_grad_()
     out = attention(*tensors.values(), causal=True)
-    out.backward(gradient_of(out.shape))
+    out.backward(gradient_of(out.shape, FLOAT32))
     for name, tensor in tensors.items():
         assert (tensor.grad is not None) == (name in which)
         assert tensor.grad is None or torch.equal(tensor.grad, everything[name])
@@ -182,7 +182,7 @@ def test_kernels_with_blocks_of_different_sizes_work_together(
     access: Callable[[Tensor], Tensor] | None, loads: list[Candidate], request: pytest.FixtureRequest
 ) -> None:
     request.getfixturevalue("poisoned")
-    q, k, v = make_small(150, 140)
+    q, k, v = make_small(150, 140, dtype=FLOAT32)  # whose backward is split on every GPU
     if access is not None:
         q, k, v = access(q), access(k), access(v)
     assert_gradients_right(q, k, v, causal=True)
