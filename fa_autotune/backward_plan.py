@@ -58,9 +58,10 @@ def bind_backward(
     family = replace(call.problem.family, access=access)
     problem = replace(call.problem, family=family)
     if dq is not None and dk is not None and dv is not None and access is access_of(dk, dv) is Access.TMA:
-        passes = dispatcher_of(call.index).backward_passes(problem, unordered=unordered) if call.index >= 0 else ()
-        if Pass.BWD_FUSED in passes:
-            return FusedBackward(call, q, k, v, out, lse, d_out, dq, dk, dv, unordered=unordered)
+        for chosen in dispatcher_of(call.index).backward(problem, unordered=unordered):
+            if chosen.family.kernel_pass is Pass.BWD_FUSED:
+                any_order = chosen.family.unordered
+                return FusedBackward(call, q, k, v, out, lse, d_out, dq, dk, dv, unordered=any_order)
     return SplitBackward(call, q, k, v, out, lse, d_out, dq, dk, dv)
 
 

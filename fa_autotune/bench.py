@@ -247,8 +247,7 @@ def _our_backward(
     plan = plan_of(q, k, v, None, BOTTOM_RIGHT if problem.family.bounded_right else FULL, BHSD, GENERATED)
     out, lse = plan.forward(q, k, v)
     launch = partial(plan.backward, (q, k, v, out, lse), torch.randn_like(out), None, (True, True, True))
-    called = problem.as_called()
-    candidates = [dispatcher.decide(called.for_pass(one)).candidate for one in dispatcher.backward_passes(called)]
+    candidates = [dispatcher.decide(one).candidate for one in dispatcher.backward(problem.as_called())]
     return launch, "; ".join(
         f"{one.family.kernel_pass} {one.variant} {config_label(one.config)}"
         for one in candidates

@@ -406,12 +406,6 @@ def rendered_digest(candidate: Candidate) -> str:
     return render(candidate).digest
 
 
-def _sum_measured(decisions: Sequence[Decision | NoKernelError]) -> float | None:
-    """Time of kernels one after another; None if one of them has no winner of that very shape."""
-    times = [one.median_ms for one in decisions if isinstance(one, Decision) and one.origin is Origin.EXACT]
-    return math.fsum(ms or math.inf for ms in times) if len(times) == len(decisions) else None
-
-
 class Dispatcher:
     """Decisions for one device, remembered: after the first call a problem costs one dict look-up.
 
@@ -466,20 +460,31 @@ class Dispatcher:
             self._misses.add(problem)
         return found
 
-    def backward_passes(self, call: AttentionProblem, *, unordered: bool = False) -> tuple[Pass, ...]:
-        """The kernels of a call's whole backward, in the order in which they run: `call` is the forward's problem.
+    def backward(self, call: AttentionProblem, *, unordered: bool = False) -> tuple[AttentionProblem, ...]:
+        """The problems of the kernels of a call's whole backward, in the order in which they run; `call` is the
+        forward's problem.
 
-        The fused way where a kernel serves it, unless all kernels of both ways were measured on this very shape and the
-        split ones are faster together.
+        The fused way where a kernel serves it, unless another way is faster: which is known where all kernels of both
+        were measured on this very shape. With `unordered` the fused kernel may add up dq in any order, which counts as
+        a third way.
         """
-        fused, split = (
-            [self._decision(call.for_pass(one, unordered=unordered and one is Pass.BWD_FUSED)) for one in passes]
-            for passes in (FUSED_BACKWARD, SPLIT_BACKWARD)
-        )
-        if any(isinstance(one, NoKernelError) for one in fused):
-            return SPLIT_BACKWARD
-        fused_ms, split_ms = _sum_measured(fused), _sum_measured(split)
-        return SPLIT_BACKWARD if fused_ms and split_ms and split_ms < fused_ms else FUSED_BACKWARD
+        ways = {passes: [call.for_pass(one) for one in passes] for passes in (FUSED_BACKWARD, SPLIT_BACKWARD)}
+        fused, split = ways.values()
+        if any(isinstance(self._decision(problem), NoKernelError) for problem in fused):
+            return tuple(split)
+        times = [(self._measured_ms(way), way) for way in (fused, split)]
+        if unordered:
+            any_order = [fused[0], call.for_pass(Pass.BWD_FUSED, unordered=True), fused[2]]
+            times.append((self._measured_ms(any_order), any_order))
+        if times[0][0] is None:
+            return tuple(fused)
+        return tuple(min(((ms, way) for ms, way in times if ms is not None), key=lambda timed: timed[0])[1])
+
+    def _measured_ms(self, problems: Sequence[AttentionProblem]) -> float | None:
+        """Time of kernels one after another; None if one of them has no winner of that very shape."""
+        found = [self._decision(problem) for problem in problems]
+        times = [one.median_ms for one in found if isinstance(one, Decision) and one.origin is Origin.EXACT]
+        return math.fsum(ms or math.inf for ms in times) if len(times) == len(problems) else None
 
     def flush_misses(self) -> int:
         """Append the misses so far to the user's database; gives the number of problems. Runs by itself at exit."""

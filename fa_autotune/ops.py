@@ -107,8 +107,8 @@ def warmup(
     index = device_index(device)
     for called in map(_as_called, problems):
         kernel_for(called, index)
-        for kernel_pass in dispatcher_of(index).backward_passes(called) if backward else ():
-            kernel_for(called.for_pass(kernel_pass), index)
+        for problem in dispatcher_of(index).backward(called) if backward else ():
+            kernel_for(problem, index)
 
 
 def explain(problem: AttentionProblem | str, *, device: torch.device | str | int | None = None) -> str:

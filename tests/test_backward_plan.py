@@ -7,15 +7,17 @@ addresses of a later one. A kernel that adds to its output really adds, and no m
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 import pytest
 import torch
 from torch import Tensor
 
 from fa_autotune import backward_plan
-from fa_autotune.backward_plan import Backward, BackwardCall, FusedBackward, SplitBackward, bind_backward
+from fa_autotune.backward_plan import BackwardCall, FusedBackward, SplitBackward, bind_backward
 from fa_autotune.bound_launch import Launch
 from fa_autotune.device import INTERPRETER, DeviceSpec
+from fa_autotune.dispatch import Dispatcher
 from fa_autotune.problem import (
     BACKWARD_PASSES,
     FUSED_BACKWARD,
@@ -49,19 +51,40 @@ def winners_of(call: AttentionProblem, **median_ms: float) -> list[WinnerRow]:
     return rows
 
 
-def all_winners(call: AttentionProblem, *, fused_ms: float, split_ms: float) -> list[WinnerRow]:
-    """Winners of all six kernels; the times are those of each way's three together."""
-    fused = dict.fromkeys(FUSED_BACKWARD, fused_ms / 3)
-    return winners_of(call, **fused, **dict.fromkeys(SPLIT_BACKWARD, split_ms / 3))
+def all_winners(
+    call: AttentionProblem, *, fused_ms: float, split_ms: float, unordered_ms: float | None = None
+) -> list[WinnerRow]:
+    """Winners of all kernels; the times are those of each way's three together."""
+    kernels = {**dict.fromkeys(FUSED_BACKWARD, fused_ms / 3), **dict.fromkeys(SPLIT_BACKWARD, split_ms / 3)}
+    rows = winners_of(call, **kernels)
+    if unordered_ms is not None:
+        unordered = call.for_pass(Pass.BWD_FUSED, unordered=True)
+        rows.append(winner(unordered, plain_config(unordered), median_ms=unordered_ms - 2 * fused_ms / 3))
+    return rows
 
 
+class Way(StrEnum):
+    """How a backward is computed."""
+
+    SPLIT = "split"
+    FUSED = "fused"
+    UNORDERED = "unordered"
+
+    def problems(self, call: AttentionProblem) -> tuple[AttentionProblem, ...]:
+        """Those of its kernels."""
+        passes = SPLIT_BACKWARD if self is Way.SPLIT else FUSED_BACKWARD
+        return tuple(call.for_pass(one, unordered=self is Way.UNORDERED and one is Pass.BWD_FUSED) for one in passes)
+
+
+@pytest.mark.parametrize("unordered", [False, True])
 @pytest.mark.parametrize("head_dim", [40, 64, 128])
 @pytest.mark.parametrize("flags", ["bf16", "fp16", "bf16,causal", "fp16,causal"])
-def test_an_untuned_hopper_gpu_goes_the_fused_way(head_dim: int, flags: str) -> None:
+def test_an_untuned_hopper_gpu_goes_the_fused_way_in_order(head_dim: int, flags: str, unordered: bool) -> None:
     call = AttentionProblem.parse(f"4x32x8x4096x4096x{head_dim},{flags}")
-    assert dispatcher().backward_passes(call) == FUSED_BACKWARD
+    assert dispatcher().backward(call, unordered=unordered) == Way.FUSED.problems(call)
 
 
+@pytest.mark.parametrize("unordered", [False, True])
 @pytest.mark.parametrize(
     ("text", "device"),
     [
@@ -75,50 +98,54 @@ def test_an_untuned_hopper_gpu_goes_the_fused_way(head_dim: int, flags: str) -> 
     ],
     ids=["head_dim", "head_dim_v", "fp32", "aligned", "any", "A100", "interpreter"],
 )
-def test_what_no_fused_kernel_serves_goes_the_split_way(text: str, device: DeviceSpec) -> None:
-    assert dispatcher(device=device).backward_passes(AttentionProblem.parse(text)) == SPLIT_BACKWARD
+def test_what_no_fused_kernel_serves_goes_the_split_way(text: str, device: DeviceSpec, unordered: bool) -> None:
+    call = AttentionProblem.parse(text)
+    assert dispatcher(device=device).backward(call, unordered=unordered) == Way.SPLIT.problems(call)
 
 
-@pytest.mark.parametrize(("fused_ms", "split_ms", "passes"), [(3, 4, FUSED_BACKWARD), (4, 3, SPLIT_BACKWARD)])
-def test_where_all_six_kernels_were_measured_the_faster_way_wins(
-    fused_ms: float, split_ms: float, passes: tuple[Pass, ...]
+@pytest.mark.parametrize(
+    ("fused_ms", "split_ms", "unordered_ms", "ordered", "any_order"),
+    [
+        (3, 4, None, Way.FUSED, Way.FUSED),
+        (4, 3, None, Way.SPLIT, Way.SPLIT),
+        (3, 5, 4, Way.FUSED, Way.FUSED),
+        (4, 5, 3, Way.FUSED, Way.UNORDERED),
+        (5, 4, 3.5, Way.SPLIT, Way.UNORDERED),
+        (5, 3, 4, Way.SPLIT, Way.SPLIT),
+    ],
+)
+def test_where_all_kernels_were_measured_the_fastest_way_wins(
+    fused_ms: float, split_ms: float, unordered_ms: float | None, ordered: Way, any_order: Way
 ) -> None:
-    measured = dispatcher(*all_winners(SERVED, fused_ms=fused_ms, split_ms=split_ms))
-    assert measured.backward_passes(SERVED) == passes
+    measured = dispatcher(*all_winners(SERVED, fused_ms=fused_ms, split_ms=split_ms, unordered_ms=unordered_ms))
+    assert measured.backward(SERVED) == ordered.problems(SERVED)
+    assert measured.backward(SERVED, unordered=True) == any_order.problems(SERVED)
 
 
 def test_the_sum_decides_and_not_the_largest_kernel() -> None:
     split = {"bwd_delta": 0.1, "bwd_dkdv": 1.4, "bwd_dq": 1.4}
     fused = {"bwd_preprocess": 0.1, "bwd_fused": 2.0, "bwd_postprocess": 0.1}
-    assert dispatcher(*winners_of(SERVED, **split, **fused)).backward_passes(SERVED) == FUSED_BACKWARD
+    assert dispatcher(*winners_of(SERVED, **split, **fused)).backward(SERVED) == Way.FUSED.problems(SERVED)
 
 
 @pytest.mark.parametrize("missing", BACKWARD_PASSES)
 def test_where_one_kernel_was_not_measured_the_fused_way_wins(missing: Pass) -> None:
     rows = [row for row in all_winners(SERVED, fused_ms=4, split_ms=3) if row.problem.family.kernel_pass is not missing]
     assert len(rows) == 5
-    assert dispatcher(*rows).backward_passes(SERVED) == FUSED_BACKWARD
+    assert dispatcher(*rows).backward(SERVED) == Way.FUSED.problems(SERVED)
 
 
 def test_times_of_another_shape_decide_nothing() -> None:
     near = replace(SERVED, shape=replace(SERVED.shape, batch_size=5))
-    assert dispatcher(*all_winners(near, fused_ms=4, split_ms=3)).backward_passes(SERVED) == FUSED_BACKWARD
-
-
-@pytest.mark.parametrize(("unordered_ms", "passes"), [(0.5, FUSED_BACKWARD), (2.5, SPLIT_BACKWARD)])
-def test_an_unordered_backward_is_compared_by_its_own_times(unordered_ms: float, passes: tuple[Pass, ...]) -> None:
-    unordered = SERVED.for_pass(Pass.BWD_FUSED, unordered=True)
-    rows = all_winners(SERVED, fused_ms=3.6, split_ms=3.3)
-    measured = dispatcher(*rows, winner(unordered, plain_config(unordered), median_ms=unordered_ms))
-    assert measured.backward_passes(SERVED) == SPLIT_BACKWARD
-    assert measured.backward_passes(SERVED, unordered=True) == passes
+    measured = dispatcher(*all_winners(near, fused_ms=4, split_ms=3, unordered_ms=3.5))
+    assert measured.backward(SERVED, unordered=True) == Way.FUSED.problems(SERVED)
 
 
 @pytest.mark.parametrize("device", [H200, A100])
 def test_choosing_a_way_counts_no_miss_and_tells_nothing(device: DeviceSpec, caplog: pytest.LogCaptureFixture) -> None:
     untuned = dispatcher(device=device)
     with caplog.at_level(logging.WARNING, "fa_autotune"):
-        untuned.backward_passes(SERVED)
+        untuned.backward(SERVED, unordered=True)
     assert untuned.misses == {}
     assert caplog.records == []
 
@@ -126,9 +153,8 @@ def test_choosing_a_way_counts_no_miss_and_tells_nothing(device: DeviceSpec, cap
 def test_only_what_runs_is_missed_and_told(caplog: pytest.LogCaptureFixture) -> None:
     untuned = dispatcher(*winners_of(SERVED, bwd_preprocess=1.0, bwd_postprocess=1.0))
     with caplog.at_level(logging.WARNING, "fa_autotune"):
-        passes = untuned.backward_passes(SERVED)
-        for one in passes:
-            untuned.decide(SERVED.for_pass(one))
+        for problem in untuned.backward(SERVED):
+            untuned.decide(problem)
     assert untuned.misses == {SERVED.for_pass(Pass.BWD_FUSED): 1}
     (record,) = caplog.records
     assert record.getMessage().startswith("bwd_fused bf16 d128 causal")
@@ -141,6 +167,7 @@ def test_only_what_runs_is_missed_and_told(caplog: pytest.LogCaptureFixture) -> 
 class PlainKernels:
     """Stands for the kernels of a GPU: plain torch on the memory that a launch gives."""
 
+    dispatcher: Dispatcher
     bound: list[AttentionFamily] = field(default_factory=list)
     launched: list[Pass] = field(default_factory=list)
     dq_acc_was_zero: bool | None = None
@@ -198,10 +225,10 @@ class PlainKernels:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> PlainKernels:
     """Plain kernels in place of those of an untuned H200."""
-    plain, on_h200 = PlainKernels(), dispatcher()
+    plain = PlainKernels(dispatcher=dispatcher())
     monkeypatch.setattr(backward_plan, "bind", plain.bind)
     monkeypatch.setattr(backward_plan, "kernel_for", lambda problem, index: problem)
-    monkeypatch.setattr(backward_plan, "dispatcher_of", lambda index: on_h200)
+    monkeypatch.setattr(backward_plan, "dispatcher_of", lambda index: plain.dispatcher)
     return plain
 
 
@@ -233,7 +260,7 @@ class Sample:
         return tuple(gradient.to(q.dtype) for gradient in found)
 
 
-def make(text: str = "1x4x2x70x90x64,causal", *, index: int = 0) -> Sample:
+def make(text: str = "1x4x2x70x90x64,causal") -> Sample:
     problem = AttentionProblem.parse(text)
     family, shape = problem.family, problem.shape
     generator = torch.Generator().manual_seed(0)
@@ -248,7 +275,7 @@ def make(text: str = "1x4x2x70x90x64,causal", *, index: int = 0) -> Sample:
     )
     diagonal = bottom_right_diagonal(problem)
     out, lse = attention_reference(q, k, v, softmax_scale=0.3, diagonal=diagonal)
-    call = BackwardCall(problem=problem, index=index, softmax_scale=0.3, diagonal=diagonal, allocate=poisoned)
+    call = BackwardCall(problem=problem, index=0, softmax_scale=0.3, diagonal=diagonal, allocate=poisoned)
     return Sample(call=call, inputs=(q, k, v, out.to(q.dtype), lse, d_out))
 
 
@@ -279,10 +306,11 @@ def test_the_fused_way_pads_rows_to_whole_tiles(lengths: str, kernels: PlainKern
     assert_right(sample, run_fused(sample))
 
 
-@pytest.mark.parametrize("way", ["fused", "split"])
+@pytest.mark.parametrize("way", [Way.FUSED, Way.SPLIT])
 @pytest.mark.parametrize("strides", ["dense", "expanded", "every second"])
-def test_a_gradient_into_lse_is_honoured(strides: str, way: str, kernels: PlainKernels) -> None:
-    sample = make(index=0 if way == "fused" else -1)
+def test_a_gradient_into_lse_is_honoured(strides: str, way: Way, kernels: PlainKernels) -> None:
+    kernels.dispatcher = dispatcher(device=H200 if way is Way.FUSED else A100)
+    sample = make()
     d_lse = torch.randn(1, 4, 70, generator=torch.Generator().manual_seed(1))
     d_lse = {
         "dense": d_lse,
@@ -292,7 +320,7 @@ def test_a_gradient_into_lse_is_honoured(strides: str, way: str, kernels: PlainK
     found = sample.targets
     bind_backward(sample.call, *sample.inputs, *found, unordered=False)(*sample.inputs, d_lse, *found)
     assert_right(sample, found, d_lse)
-    assert kernels.launched == [*(FUSED_BACKWARD if way == "fused" else SPLIT_BACKWARD)]
+    assert kernels.launched == [*(FUSED_BACKWARD if way is Way.FUSED else SPLIT_BACKWARD)]
 
 
 @pytest.mark.parametrize("unordered", [False, True])
@@ -347,33 +375,23 @@ def test_only_what_needs_all_gradients_goes_the_fused_way(unordered: bool, neede
     assert kernels.launched == [*NEEDED[needed]]
 
 
-def bound_way(sample: Sample, *, unordered: bool = False) -> Backward:
-    return bind_backward(sample.call, *sample.inputs, *sample.targets, unordered=unordered)
-
-
-def test_the_interpreter_goes_the_split_way(kernels: PlainKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward_plan, "dispatcher_of", None)  # not to be called
-    assert isinstance(bound_way(make(index=-1)), SplitBackward)
-
-
-def test_measured_times_decide_the_way_of_a_call(kernels: PlainKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = make()
-    for fused_ms, split_ms, way in ((3, 4, FusedBackward), (4, 3, SplitBackward)):
-        measured = dispatcher(*all_winners(sample.call.problem, fused_ms=fused_ms, split_ms=split_ms))
-        monkeypatch.setattr(backward_plan, "dispatcher_of", lambda index, found=measured: found)
-        assert isinstance(bound_way(sample), way)
-
-
-def test_the_times_of_an_unordered_call_are_those_of_its_own_kernel(
-    kernels: PlainKernels, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("unordered", [False, True])
+@pytest.mark.parametrize(
+    ("fused_ms", "split_ms", "unordered_ms"), [(3, 4, 5), (4, 3, 5), (4, 5, 3)], ids=["fused", "split", "unordered"]
+)
+def test_a_call_goes_the_way_that_dispatch_names(
+    fused_ms: float, split_ms: float, unordered_ms: float, unordered: bool, kernels: PlainKernels
 ) -> None:
     sample = make()
-    unordered = sample.call.problem.for_pass(Pass.BWD_FUSED, unordered=True)
-    rows = all_winners(sample.call.problem, fused_ms=4, split_ms=3)
-    measured = dispatcher(*rows, winner(unordered, plain_config(unordered), median_ms=0.1))
-    monkeypatch.setattr(backward_plan, "dispatcher_of", lambda index: measured)
-    assert isinstance(bound_way(sample), SplitBackward)
-    assert isinstance(bound_way(sample, unordered=True), FusedBackward)
+    problem = sample.call.problem
+    rows = all_winners(problem, fused_ms=fused_ms, split_ms=split_ms, unordered_ms=unordered_ms)
+    kernels.dispatcher = dispatcher(*rows)
+    found = sample.targets
+    bind_backward(sample.call, *sample.inputs, *found, unordered=unordered)(*sample.inputs, None, *found)
+    assert_right(sample, found)
+    chosen = [one.family for one in kernels.dispatcher.backward(problem, unordered=unordered)]
+    assert kernels.bound == chosen
+    assert kernels.launched == [family.kernel_pass for family in chosen]
 
 
 # --- where gradients are written --------------------------------------------------------------------------------------
