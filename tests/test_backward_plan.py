@@ -394,6 +394,16 @@ def test_a_call_goes_the_way_that_dispatch_names(
     assert kernels.launched == [family.kernel_pass for family in chosen]
 
 
+@pytest.mark.parametrize("access", [Access.ALIGNED, Access.ANY])
+def test_the_tensors_that_came_back_decide_and_not_those_of_the_forward(access: Access, kernels: PlainKernels) -> None:
+    """A hook on saved tensors may give contiguous ones back."""
+    sample = make()
+    problem = replace(sample.call.problem, family=replace(sample.call.problem.family, access=access))
+    call = replace(sample.call, problem=problem)
+    assert isinstance(bind_backward(call, *sample.inputs, *sample.targets, unordered=False), FusedBackward)
+    assert {family.access for family in kernels.bound} == {Access.TMA}
+
+
 # --- where gradients are written --------------------------------------------------------------------------------------
 
 
