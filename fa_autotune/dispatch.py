@@ -454,6 +454,7 @@ class Dispatcher:
         if isinstance(found, NoKernelError):
             # A fresh one each time: a raised exception holds on to its caller's frames.
             raise NoKernelError(str(found))
+        self._warn(found)
         # What the interpreter misses is never tuned: its times mean nothing.
         if found.origin is not Origin.EXACT and self.device.arch != INTERPRETER_ARCH:
             self._misses.add(problem)
@@ -507,8 +508,6 @@ class Dispatcher:
                 )
             except NoKernelError as error:
                 found = NoKernelError(str(error))
-            else:
-                self._warn(found)
             if len(self._remembered) >= MAX_REMEMBERED:
                 del self._remembered[next(iter(self._remembered))]
             self._remembered[problem] = found
@@ -524,9 +523,11 @@ class Dispatcher:
             self._warn_once("default", f"{text}; {_TUNE_COMMAND} tunes what was missed (told once)")
 
     def _warn_once(self, subject: str, text: str) -> None:
-        if subject not in self._warned:
+        with self._lock:
+            if subject in self._warned:
+                return
             self._warned.add(subject)
-            _logger.warning(text)
+        _logger.warning(text)
 
     def _store_in_user_database(self, misses: Mapping[AttentionProblem, int]) -> None:
         from fa_autotune.database import Miss, TuningDatabase  # noqa: PLC0415  dispatch itself needs no sqlite_utils

@@ -7,9 +7,14 @@ from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:  # torch is imported by the tests that need it
+    from fa_autotune.launch import LoadedKernel
+    from fa_autotune.records import Candidate
 
 # Where there is no GPU, kernels run in Triton's interpreter. Triton reads this once, when it is imported.
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
@@ -63,3 +68,55 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def checkout() -> Path:
     """The checkout's root folder."""
     return Path(__file__).resolve().parent.parent
+
+
+# --- generated kernels in this process --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernels_can_run() -> None:
+    """What a test needs that runs generated kernels; tests/attention_calls.py marks them."""
+    import torch
+
+    from fa_autotune.paths import interpreting
+
+    if not interpreting() and not torch.cuda.is_available():
+        pytest.skip("no GPU that torch can use, and kernels are not interpreted (TRITON_INTERPRET=1)")
+
+
+@pytest.fixture
+def cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has called nothing yet."""
+    from fa_autotune import calls, live_kernels
+
+    monkeypatch.setattr(calls, "_plans", {})
+    for name in ("_kernels", "_dispatchers"):
+        monkeypatch.setattr(live_kernels, name, {})
+
+
+@pytest.fixture
+def loads(cold: None, monkeypatch: pytest.MonkeyPatch) -> "list[Candidate]":
+    """The candidates loaded since the process was cold."""
+    from fa_autotune import live_kernels
+
+    loaded: list[Candidate] = []
+    load = live_kernels.load_kernel
+
+    def counted(candidate: "Candidate", *where: Any) -> "LoadedKernel":
+        loaded.append(candidate)
+        return load(candidate, *where)
+
+    monkeypatch.setattr(live_kernels, "load_kernel", counted)
+    return loaded
+
+
+@pytest.fixture
+def reference_only(cold: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process without an interpreter, in which CPU tensors run the reference."""
+    from fa_autotune import calls, live_kernels
+
+    for module in (calls, live_kernels):
+        monkeypatch.setattr(module, "interpreting", lambda: False)
+    calls._tell_of_reference.cache_clear()
+    yield
+    calls._tell_of_reference.cache_clear()

@@ -72,6 +72,12 @@ def problems(draw: st.DrawFn, *, max_seqlen: int = 2**20) -> AttentionProblem:
     return AttentionProblem(family=family, shape=shape)
 
 
+def served_everywhere(**limits: int) -> st.SearchStrategy[AttentionProblem]:
+    """Problems that some kernel serves on every device: a fused backward has one on Hopper, and for some families."""
+    fused_only = (Pass.BWD_FUSED, Pass.BWD_POSTPROCESS)
+    return problems(**limits).filter(lambda problem: problem.family.kernel_pass not in fused_only)
+
+
 @st.composite
 def specs_and_families(draw: st.DrawFn) -> tuple[VariantSpec, AttentionFamily]:
     """One of the registered variants, with a family of its pass."""

@@ -20,22 +20,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fa_autotune import attention, flash_attn_func, flash_attn_qkvpacked_func, scaled_dot_product_attention
 from fa_autotune.tensors import BHSD, BHSD_STORED_AS_BSHD, BOTTOM_RIGHT, BSHD, FULL, TOP_LEFT
-from tests.test_autograd import gradient_of, requiring
-from tests.test_ops import (
+from tests.attention_calls import (
     BFLOAT16,
     DEVICE,
     FLOAT32,
     causal_or_not,
-    cold,
-    kernels,
+    gradient_of,
     make,
-    reference_only,
+    requiring,
     runs_kernels,
     swapped,
-    transposed,
 )
-
-__all__ = ["cold", "kernels", "reference_only"]  # fixtures
+from tests.views import transposed
 
 OPS = torch.ops.fa_autotune
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch itself

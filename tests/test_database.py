@@ -27,14 +27,16 @@ from tuning_samples import (
     ok_record,
 )
 
+from fa_autotune.config import HopperWsBwdConfig
 from fa_autotune.database import Miss, SessionKind, SessionState, TuningDatabase
 from fa_autotune.database.connection import TABLES
 from fa_autotune.database.rows import MAX_ERROR
 from fa_autotune.device import KNOWN_DEVICES
 from fa_autotune.errors import DatabaseError, InvalidProblemError
-from fa_autotune.problem import AttentionProblem
+from fa_autotune.problem import AttentionProblem, Pass
 from fa_autotune.records import (
     AccuracyReport,
+    Candidate,
     CompileForm,
     Measurement,
     Regime,
@@ -64,6 +66,15 @@ class TestContract:
         trial_id = database.save_trial(begin(database), ok_record())
         (trial,) = database.trials()
         assert (trial.record, trial.trial_id) == (ok_record(), trial_id)
+
+    def test_a_problem_with_an_option_comes_back_with_it(self, database: TuningDatabase) -> None:
+        problem = PROBLEM.for_pass(Pass.BWD_FUSED, unordered=True)
+        candidate = Candidate(family=problem.family, variant=Variant.HOPPER_WS, config=HopperWsBwdConfig())
+        record = replace(ok_record(), candidate=candidate, problem=problem)
+        database.save_trial(begin(database), record)
+        assert records(database) == [record]
+        database.add_misses([Miss(problem=problem, device_fingerprint=H200.fingerprint, count=2)])
+        assert [miss.problem for miss in database.misses()] == [problem]
 
     def test_a_trial_knows_its_device_and_toolchain(self, database: TuningDatabase) -> None:
         device = replace(H200, power_limit_w=700.0)

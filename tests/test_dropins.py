@@ -18,10 +18,16 @@ from fa_autotune import (
     scaled_dot_product_attention,
 )
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
-from tests.test_autograd import gradient_of, requiring
-from tests.test_ops import BFLOAT16, DEVICE, FLOAT32, causal_or_not, cold, kernels, make, reference_only, runs_kernels
-
-__all__ = ["cold", "kernels", "reference_only"]  # fixtures
+from tests.attention_calls import (
+    BFLOAT16,
+    DEVICE,
+    FLOAT32,
+    causal_or_not,
+    gradient_of,
+    make,
+    requiring,
+    runs_kernels,
+)
 
 CPU = torch.device("cpu")
 FLASH_ATTN_2_8 = (

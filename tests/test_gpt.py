@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fa_autotune import attention, flash_attn_qkvpacked_func, scaled_dot_product_attention
-from tests.test_ops import DEVICE, cold, kernels, runs_kernels
-
-__all__ = ["cold", "kernels"]  # fixtures
+from tests.attention_calls import (
+    DEVICE,
+    runs_kernels,
+)
 
 VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS, STEPS = 17, 24, 32, 2, 2, 6
 

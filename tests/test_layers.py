@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parent.parent / "fa_autotune"
+TESTS = Path(__file__).resolve().parent
+PACKAGE = TESTS.parent / "fa_autotune"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LATE = {"optuna": "tuner", "jinja2": "render", "sqlite_utils": "database"}
 
@@ -22,6 +23,14 @@ def attributes_of_os(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
             yield node.attr
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or ""
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
@@ -38,6 +47,12 @@ def test_a_module_stays_readable_in_one_sitting(path: Path) -> None:
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_every_module_says_what_it_is_for(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+@pytest.mark.parametrize("path", sorted(TESTS.glob("*.py")), ids=lambda path: path.stem)
+def test_no_test_module_is_imported(path: Path) -> None:
+    found = [name for name in imported_names(path) if name.rpartition(".")[2].startswith("test_")]
+    assert found == []
 
 
 def test_the_import_contracts_hold(checkout: Path) -> None:

@@ -20,10 +20,14 @@ from fa_autotune import (
     scaled_dot_product_attention,
 )
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
-from tests.test_autograd import gradient_of, make, of_torch, requiring
-from tests.test_ops import DEVICE, kernels, runs_kernels
-
-__all__ = ["kernels"]  # a fixture
+from tests.attention_calls import (
+    DEVICE,
+    gradient_of,
+    make_small,
+    of_torch,
+    requiring,
+    runs_kernels,
+)
 
 
 @runs_kernels
@@ -73,7 +77,7 @@ def test_a_jacobian_at_batch_size_1_is_that_of_pytorch() -> None:
 @runs_kernels
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_many_gradients_at_once_are_those_one_by_one(batch_size: int) -> None:
-    inputs = requiring(*make(10, 12, batch=batch_size))
+    inputs = requiring(*make_small(10, 12, batch=batch_size))
     out = attention(*inputs)
     d_outs = torch.stack([gradient_of(out.shape), 2 * gradient_of(out.shape)])
     together_ = torch.autograd.grad(out, inputs, d_outs, is_grads_batched=True, retain_graph=True)
@@ -85,7 +89,7 @@ def test_many_gradients_at_once_are_those_one_by_one(batch_size: int) -> None:
 
 @runs_kernels
 def test_saved_statistics_may_come_back_with_other_strides() -> None:
-    inputs = requiring(*make())
+    inputs = requiring(*make_small())
     plain = torch.autograd.grad(attention(*inputs), inputs, gradient_of(inputs[0].shape))
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.mT.contiguous(), lambda kept: kept.mT):
         out = attention(*inputs)
@@ -96,7 +100,7 @@ def test_saved_statistics_may_come_back_with_other_strides() -> None:
 @runs_kernels
 @pytest.mark.parametrize("changed", [lambda kept: kept[:1], lambda kept: kept.double()], ids=["shape", "dtype"])
 def test_saved_tensors_that_come_back_as_others_are_refused(changed: Callable[[Tensor], Tensor]) -> None:
-    inputs = requiring(*make(batch=2))
+    inputs = requiring(*make_small(batch=2))
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, changed):
         out = attention(*inputs)
     with pytest.raises(InvalidProblemError, match="must give back what it was given"):
@@ -106,7 +110,7 @@ def test_saved_tensors_that_come_back_as_others_are_refused(changed: Callable[[T
 @runs_kernels
 @of_torch
 def test_a_tangent_is_refused_where_a_mode_looks_on() -> None:
-    q, k, v = make()
+    q, k, v = make_small()
     with (
         forward_ad.dual_level(),
         FlopCounterMode(display=False),
@@ -118,7 +122,7 @@ def test_a_tangent_is_refused_where_a_mode_looks_on() -> None:
 @runs_kernels
 def test_tensors_that_outlived_a_transform_are_served() -> None:
     kept: list[Tensor] = []
-    q, k, v = make()
+    q, k, v = make_small()
 
     def keep(x: Tensor) -> Tensor:
         kept.append(x * 1)
@@ -131,4 +135,4 @@ def test_tensors_that_outlived_a_transform_are_served() -> None:
 def test_a_scale_that_wants_a_gradient_is_refused() -> None:
     scale = torch.nn.Parameter(torch.tensor(0.3))
     with pytest.raises(InvalidProblemError, match=r"multiply q by it and pass softmax_scale=1\.0"):
-        attention(*make(), softmax_scale=scale)
+        attention(*make_small(), softmax_scale=scale)

@@ -31,7 +31,8 @@ from fa_autotune.records import (
 )
 from fa_autotune.schema import APPLICATION_ID, SCHEMA_VERSION
 from fa_autotune.snapshot import Snapshot, Source, load_snapshot
-from fa_autotune.variants import VARIANTS, default_config, variant_spec
+from fa_autotune.variants import VARIANTS
+from tests.winners import plain_config, variant_of
 
 H200 = KNOWN_DEVICES["h200"]
 PROBLEM = AttentionProblem.parse("4x32x8x4096x4096x128,causal")
@@ -90,8 +91,8 @@ def test_each_variant_has_its_own_config_class(pack: Path) -> None:
 @pytest.mark.parametrize("kernel_pass", BACKWARD_PASSES)
 def test_a_winner_of_a_backward_comes_out_beside_those_of_the_forward(kernel_pass: Pass, pack: Path) -> None:
     problem = PROBLEM.for_pass(kernel_pass)
-    config = default_config(variant_spec(kernel_pass, Variant.PORTABLE), problem.family, H200.arch)
-    backward = {**ROW, "problem_key": problem.key, "config": config_key(config)}
+    config = plain_config(problem)
+    backward = {**ROW, "problem_key": problem.key, "variant": variant_of(config).value, "config": config_key(config)}
     found = read_pack(write_winners(pack, [ROW, backward]))
     assert found.notes == ()
     assert {(row.problem, row.candidate.config) for row in found.rows} == {(PROBLEM, CONFIG), (problem, config)}

@@ -50,8 +50,9 @@ def toolchain_values(toolchain: Toolchain) -> Values:
 
 
 def problem_values(problem: AttentionProblem) -> Values:
-    """The columns of `problems`: the key, and its fields for people and queries."""
+    """The columns of `problems`: the key, and its fields for people and queries; an option is in the key alone."""
     family = problem.family.as_json()
+    family.pop("unordered", None)
     return {"key": problem.key, "kernel_pass": family.pop("pass"), **family, **problem.shape.as_json()}
 
 
