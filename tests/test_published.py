@@ -1,0 +1,37 @@
+"""What is published holds of what ships."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fa_autotune.device import known_device
+from fa_autotune.dispatch import Dispatcher, Origin
+from fa_autotune.paths import pack_paths
+from fa_autotune.problem import AttentionProblem
+from fa_autotune.snapshot import load_snapshot
+
+RESULTS = sorted((Path(__file__).parents[1] / "docs/results").glob("*.json"))
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Dispatcher:
+    """Decisions of a fresh installation on the H200, with the Triton that the packs were measured with."""
+    return Dispatcher(
+        device=known_device("h200"), triton_version="3.6.0", load=lambda: load_snapshot(Path("none"), pack_paths())
+    )
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_every_published_shape_has_a_fresh_winner_in_the_pack(path: Path, shipped: Dispatcher) -> None:
+    published = json.loads(path.read_text())
+    calls = {AttentionProblem.from_key(row["problem"]) for row in published["rows"]}
+    assert len(calls) >= 8
+    for call in calls:
+        is_backward = published.get("backward", False)
+        for problem in shipped.backward(call) if is_backward else (call,):
+            decision = shipped.peek(problem)
+            # A few kernels of backwards were measured with the winner of another length.
+            allowed = (Origin.EXACT, Origin.NEAREST) if is_backward else (Origin.EXACT,)
+            assert decision.origin in allowed, problem.label
+            assert not decision.stale
