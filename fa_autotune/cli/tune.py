@@ -38,7 +38,7 @@ _INTERPRETER_BANNER = (
     "--passes",
     default="fwd",
     show_default=True,
-    help="Kernels to tune, separated by commas: fwd, bwd (all three), bwd_delta, bwd_dkdv, bwd_dq.",
+    help="Kernels to tune, separated by commas: fwd, bwd (all of the backward), or single ones, such as bwd_dkdv.",
 )
 @click.option("--trials", type=click.IntRange(min=1), help="Candidates measured per problem. [default: 96]")
 @click.option("--time-budget", help="For all problems together, such as 90s, 10m or 1h30m. [default: none]")
