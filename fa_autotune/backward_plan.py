@@ -46,7 +46,8 @@ class BackwardCall:
         problem = self.problem.for_pass(kernel_pass, unordered=unordered)
         problem = replace(problem, family=replace(problem.family, access=access))
         numbers = () if kernel_pass in ROW_PASSES else (self.softmax_scale, self.diagonal)
-        return bind(kernel_for(problem, self.index), tensors, *numbers)
+        gpu = self.index if self.index >= 0 else None
+        return bind(kernel_for(problem, self.index), tensors, *numbers, gpu=gpu)
 
 
 def bind_backward(

@@ -24,18 +24,23 @@ MAX_REMEMBERED_ADDRESSES = 256  # of one descriptor; training comes back to the 
 _STREAM = object()  # where a launch's stream goes
 
 
-def bind(kernel: LoadedKernel, tensors: Sequence[Tensor], *numbers: float | int | None) -> Launch:
+def bind(
+    kernel: LoadedKernel, tensors: Sequence[Tensor], *numbers: float | int | None, gpu: int | None = None
+) -> Launch:
     """A function that launches a kernel on tensors like these, given in this order; LaunchError for too large a grid.
 
-    `tensors` and `numbers` together are what the kernel is called with; outputs may be on the meta device, and no
-    tensor is kept. Later tensors must share their shapes, strides and alignment, but may be views with other axes: only
-    their addresses are read. A launch wants its GPU to be current.
+    `tensors` and `numbers` together are what the kernel is called with; those yet to be allocated may be on the meta
+    device, and no tensor is kept. `gpu` is the index of the GPU, for a kernel all of whose tensors are such. Later
+    tensors must share their shapes, strides and alignment, but may be views with other axes: only their addresses are
+    read. A launch wants its GPU to be current.
     """
     tensors = [tensor.detach() for tensor in tensors]  # one object for each, also where a caller's q is his k
     grid = kernel.grid(*tensors)
     counter = (torch.empty(0, dtype=torch.int32, device="meta"),) if kernel.is_persistent else ()
     arguments = _Arguments(kernel.module.arguments(*tensors, *numbers, *counter), (*tensors, *counter))
     sample = next((tensor for tensor in tensors if tensor.is_cuda), None)
+    if sample is None and gpu is not None:
+        sample = torch.empty(16, device=torch.device("cuda", gpu))
     device = torch.device("cpu") if sample is None else sample.device
 
     def launch(*actual: Tensor) -> None:

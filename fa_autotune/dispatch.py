@@ -38,11 +38,13 @@ from fa_autotune.variants import (
     rejection,
     supported_variants,
 )
+from fa_autotune.workspace import dq_padding
 
 DigestOf = Callable[[Candidate], str]
 
 # Past this distance the tile that was best there says less than the default.
 MAX_DISTANCE = 8.0
+MAX_PADDING = 2.0  # of dq in a fused backward that nobody measured
 MAX_REMEMBERED = 16_384  # decisions kept by a Dispatcher; a stream of ever new lengths must not fill memory
 _MAX_SKIPS_TOLD = 4
 _TUNE_COMMAND = "`fa-autotune tune --missed`"
@@ -406,6 +408,14 @@ def rendered_digest(candidate: Candidate) -> str:
     return render(candidate).digest
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardChoice:
+    """The way that computes a backward: the problems of its kernels in the order in which they run, and the reason."""
+
+    problems: tuple[AttentionProblem, ...]
+    reason: str
+
+
 class Dispatcher:
     """Decisions for one device, remembered: after the first call a problem costs one dict look-up.
 
@@ -460,25 +470,44 @@ class Dispatcher:
             self._misses.add(problem)
         return found
 
+    def peek(self, problem: AttentionProblem) -> Decision:
+        """`decide`, for those who only want to know: no miss is counted and nothing is logged."""
+        found = self._decision(problem)
+        if isinstance(found, NoKernelError):
+            raise NoKernelError(str(found))
+        return found
+
     def backward(self, call: AttentionProblem, *, unordered: bool = False) -> tuple[AttentionProblem, ...]:
         """The problems of the kernels of a call's whole backward, in the order in which they run; `call` is the
-        forward's problem.
+        forward's problem."""
+        return self.backward_choice(call, unordered=unordered).problems
 
-        The fused way where a kernel serves it, unless another way is faster: which is known where all kernels of both
-        were measured on this very shape. With `unordered` the fused kernel may add up dq in any order, which counts as
-        a third way.
+    def backward_choice(self, call: AttentionProblem, *, unordered: bool = False) -> BackwardChoice:
+        """Which way computes a call's whole backward.
+
+        Ways whose kernels were all measured on this very shape are compared by time. Else it is the fused way, where
+        kernels serve it and would not work on padding mostly. With `unordered` the fused kernel may add up dq in any
+        order, which counts as a way of its own.
         """
-        ways = {passes: [call.for_pass(one) for one in passes] for passes in (FUSED_BACKWARD, SPLIT_BACKWARD)}
-        fused, split = ways.values()
-        if any(isinstance(self._decision(problem), NoKernelError) for problem in fused):
-            return tuple(split)
-        times = [(self._measured_ms(way), way) for way in (fused, split)]
+        fused, split = (tuple(call.for_pass(one) for one in passes) for passes in (FUSED_BACKWARD, SPLIT_BACKWARD))
+        for problem in fused:
+            if isinstance(found := self._decision(problem), NoKernelError):
+                return BackwardChoice(problems=split, reason=f"split: {found}")
+        ways = {"fused": fused, "split": split}
         if unordered:
-            any_order = [fused[0], call.for_pass(Pass.BWD_FUSED, unordered=True), fused[2]]
-            times.append((self._measured_ms(any_order), any_order))
-        if times[0][0] is None:
-            return tuple(fused)
-        return tuple(min(((ms, way) for ms, way in times if ms is not None), key=lambda timed: timed[0])[1])
+            any_order = call.for_pass(Pass.BWD_FUSED, unordered=True)
+            ways["fused, unordered"] = (fused[0], any_order, fused[2])
+        times = {name: ms for name, way in ways.items() if (ms := self._measured_ms(way)) is not None}
+        padding = dq_padding(fused[1].family, call.shape)
+        if times.keys() - {"split"}:
+            fastest = min(times, key=lambda name: times[name])
+            told = ", ".join(f"{name} {ms:.4g} ms" for name, ms in times.items())
+            return BackwardChoice(problems=ways[fastest], reason=f"{fastest}: fastest of those measured here ({told})")
+        if padding >= MAX_PADDING:
+            reason = f"split: the fused kernel would pad dq to {padding:.1f} times its size"
+            return BackwardChoice(problems=split, reason=reason)
+        reason = "fused: a kernel serves it, and the two ways were not both measured on this shape"
+        return BackwardChoice(problems=fused, reason=reason)
 
     def _measured_ms(self, problems: Sequence[AttentionProblem]) -> float | None:
         """Time of kernels one after another; None if one of them has no winner of that very shape."""

@@ -33,7 +33,8 @@ def kernel_for(problem: AttentionProblem, index: int) -> LoadedKernel:
             if index >= 0 and torch.cuda.is_current_stream_capturing():
                 raise LaunchError(
                     f"the kernel for {problem.label} is not loaded and a CUDA-graph capture is under way; call "
-                    f"fa_autotune.warmup(['{problem.key}']) or run the model once before capturing"
+                    f"fa_autotune.warmup(['{problem.key}']), or with backward=True on the forward's, or run the "
+                    "model once before capturing"
                 )
             kernel = load_kernel(candidate, dispatcher_of(index).device.arch, index if index >= 0 else None)
             _kernels[index, candidate] = kernel

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from fa_autotune.differentiable import attend
-from fa_autotune.dispatch import decide, rendered_digest
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
 from fa_autotune.live_kernels import device_index, dispatcher_of, flush_misses, kernel_for
-from fa_autotune.problem import AttentionProblem
+from fa_autotune.problem import SPLIT_BACKWARD, AttentionProblem
 from fa_autotune.tensors import BHSD, BOTTOM_RIGHT, BSHD, FULL, GENERATED, REFERENCE, UNORDERED, as_scale
 
 __all__ = ["attention", "explain", "flush_misses", "warmup"]
@@ -101,27 +100,31 @@ def warmup(
     """Decide, compile and load the kernels of problems ahead, so that their first calls need none of it.
 
     Problems as `AttentionProblem` or its short text, such as "4x32x8x4096x4096x128,causal"; with `backward` also the
-    kernels of their whole backward. Needed before a call is captured in a CUDA graph. The device is the current GPU
-    unless named.
+    kernels of their backward, whichever gradients are needed. Needed before a call is captured in a CUDA graph. The
+    device is the current GPU unless named.
     """
     index = device_index(device)
     for called in map(_as_called, problems):
         kernel_for(called, index)
-        for problem in dispatcher_of(index).backward(called) if backward else ():
-            kernel_for(problem, index)
+        if backward:
+            ways = [dispatcher_of(index).backward(called, unordered=unordered) for unordered in (False, True)]
+            split = [called.for_pass(kernel_pass) for kernel_pass in SPLIT_BACKWARD]
+            for problem in dict.fromkeys([*split, *ways[0], *ways[1]]):
+                kernel_for(problem, index)
 
 
-def explain(problem: AttentionProblem | str, *, device: torch.device | str | int | None = None) -> str:
-    """Which kernel would run a problem on a GPU, where that decision comes from, and why, as text."""
-    asked = dispatcher_of(device_index(device))
-    decision = decide(  # not asked.decide, which counts a problem without a winner as one that ran
-        _as_called(problem),
-        device=asked.device,
-        triton_version=asked.triton_version,
-        snapshot=asked.snapshot,
-        digest_of=rendered_digest,
-    )
-    return decision.describe()
+def explain(
+    problem: AttentionProblem | str, *, device: torch.device | str | int | None = None, backward: bool = False
+) -> str:
+    """Which kernel would run a problem on a GPU, where that decision comes from, and why, as text.
+
+    With `backward` the same of the kernels of its whole backward, and which way they are.
+    """
+    asked, called = dispatcher_of(device_index(device)), _as_called(problem)
+    if not backward:
+        return asked.peek(called).describe()
+    choice = asked.backward_choice(called)
+    return "\n".join([f"backward {choice.reason}", *(asked.peek(one).describe() for one in choice.problems)])
 
 
 def _as_called(problem: AttentionProblem | str) -> AttentionProblem:

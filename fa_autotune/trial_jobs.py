@@ -202,7 +202,18 @@ def _timer(regime: Regime, bench: Bench) -> Timer:
 def _bound_launch(built: Built, problem: AttentionProblem, bench: Bench) -> Launch:
     kernel = _loaded(built, bench.device.arch)
     workload = _workload(problem, str(bench.torch_device))
-    return partial(kernel, *workload.arguments(workload.allocate()))
+    outputs = workload.allocate()
+    launch = partial(kernel, *workload.arguments(outputs))
+    zeroed = [tensor for output, tensor in zip(workload.outputs, outputs, strict=True) if output.adds_up]
+    if not zeroed:
+        return launch
+
+    def launch_on_zeros() -> None:
+        for tensor in zeroed:
+            tensor.zero_()
+        launch()
+
+    return launch_on_zeros
 
 
 def _failure(error: Exception) -> Failure:

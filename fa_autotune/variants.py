@@ -422,7 +422,12 @@ def _fused_supports(family: AttentionFamily, arch: str, triton_version: tuple[in
     return _hopper_ws_supports(family, arch, triton_version) or _fused_dims(family)
 
 
-def _postprocess_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
+def _beside_fused_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
+    """The kernels before and after the fused one serve where it may be; the interpreter tests them alone."""
+    if arch not in ("sm_90", INTERPRETER_ARCH):
+        return f"it goes with the fused kernel, which is for sm_90, not {arch}"
+    if family.dtype is DType.FLOAT32:
+        return "it goes with the fused kernel, which multiplies no float32"
     return _portable_supports(family, arch, triton_version) or _fused_dims(family)
 
 
@@ -542,7 +547,7 @@ VARIANTS: tuple[VariantSpec, ...] = (
             Knob(name="num_warps", values=(1, 2, 4, 8), ordinal=True),
         ),
         constraints=PREPROCESS_CONSTRAINTS,
-        supports=_portable_supports,
+        supports=_beside_fused_supports,
     ),
     VariantSpec(
         kernel_pass=Pass.BWD_FUSED,
@@ -560,7 +565,7 @@ VARIANTS: tuple[VariantSpec, ...] = (
         config_type=BwdPostprocessConfig,
         knobs=(Knob(name="num_warps", values=(2, 4, 8), ordinal=True),),
         constraints=POSTPROCESS_CONSTRAINTS,
-        supports=_postprocess_supports,
+        supports=_beside_fused_supports,
     ),
 )
 

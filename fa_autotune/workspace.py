@@ -58,3 +58,9 @@ def dq_acc_size(family: AttentionFamily, shape: AttentionShape) -> tuple[int, in
     tile = fused_tile(family)
     tiles = shape.batch_size * shape.num_q_heads * -(-shape.seqlen_q // tile.block_m)
     return tiles * (tile.block_m * tile.columns // DQ_LANES), DQ_LANES
+
+
+def dq_padding(family: AttentionFamily, shape: AttentionShape) -> float:
+    """How many times as many values dq_acc holds as dq has."""
+    rows, lanes = dq_acc_size(family, shape)
+    return rows * lanes / (shape.batch_size * shape.num_q_heads * shape.seqlen_q * family.head_dim)

@@ -44,8 +44,8 @@ def launches(cold: None, monkeypatch: pytest.MonkeyPatch) -> Counter[Pass]:
     counted: Counter[Pass] = Counter()
     bind = backward_plan.bind
 
-    def counting(kernel: Any, *arguments: Any) -> Callable[..., None]:
-        launch = bind(kernel, *arguments)
+    def counting(kernel: Any, *arguments: Any, **options: Any) -> Callable[..., None]:
+        launch = bind(kernel, *arguments, **options)
 
         def launch_and_count(*tensors: Tensor) -> None:
             counted[kernel.candidate.family.kernel_pass] += 1

@@ -172,7 +172,9 @@ class PlainKernels:
     launched: list[Pass] = field(default_factory=list)
     dq_acc_was_zero: bool | None = None
 
-    def bind(self, problem: AttentionProblem, tensors: Sequence[Tensor], *numbers: float | int | None) -> Launch:
+    def bind(
+        self, problem: AttentionProblem, tensors: Sequence[Tensor], *numbers: float | int | None, gpu: int | None = None
+    ) -> Launch:
         """As `bound_launch.bind`: of the tensors of a launch only the addresses are read."""
         self.bound.append(problem.family)
         places = [(tensor.shape, tensor.stride()) for tensor in tensors]

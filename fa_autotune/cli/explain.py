@@ -9,7 +9,7 @@ import click
 from fa_autotune.cli.render import render_call
 from fa_autotune.cli.terminal import say
 from fa_autotune.device import INTERPRETER, INTERPRETER_ARCH, KNOWN_DEVICES, DeviceSpec, known_device
-from fa_autotune.dispatch import decide, rendered_digest
+from fa_autotune.dispatch import BackwardChoice, Dispatcher
 from fa_autotune.errors import FaAutotuneError
 from fa_autotune.paths import database_path, pack_paths
 from fa_autotune.problem import AttentionProblem
@@ -35,9 +35,16 @@ _TRITON_PACKAGES = ("triton", "pytorch-triton-rocm", "pytorch-triton")
     type=click.Path(path_type=Path),
     help="The database. [default: FA_AUTOTUNE_DB, or the user's own]",
 )
+@click.option("--backward", is_flag=True, help="The kernels of the problem's whole backward, and which way they are.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def explain_command(
-    *, problem_text: str, device_name: str, triton_version: str | None, db_path: Path | None, as_json: bool
+    *,
+    problem_text: str,
+    device_name: str,
+    triton_version: str | None,
+    db_path: Path | None,
+    backward: bool,
+    as_json: bool,
 ) -> None:
     """Say which kernel would run on a problem, and why."""
     problem = AttentionProblem.parse(problem_text).as_called()
@@ -47,19 +54,22 @@ def explain_command(
             f"there is no database {db_path}; name one written by fa-autotune tune, or leave --db out"
         )
     snapshot = load_snapshot(db_path or database_path(), pack_paths())
-    decision = decide(
-        problem,
-        device=device,
-        triton_version=triton_version or _installed_triton(),
-        snapshot=snapshot,
-        digest_of=rendered_digest,
-    )
+    dispatcher = Dispatcher(device=device, triton_version=triton_version or _installed_triton(), load=lambda: snapshot)
+    choice = dispatcher.backward_choice(problem) if backward else BackwardChoice(problems=(problem,), reason="")
+    decisions = [dispatcher.peek(one) for one in choice.problems]
     if as_json:
         notes = {"notes": list(snapshot.notes), "snapshot": snapshot.content_hash, "device": device.name}
-        click.echo(json.dumps({**decision.as_json(), **notes}, indent=2))
+        found = [decision.as_json() for decision in decisions]
+        click.echo(
+            json.dumps({**({"backward": choice.reason, "kernels": found} if backward else found[0]), **notes}, indent=2)
+        )
         return
-    say(decision.describe())
-    click.echo(f"  source  {render_call(problem_text, decision.candidate)}")  # not broken into lines, to be copied
+    if backward:
+        say(f"backward {choice.reason}")
+    for one, decision in zip(choice.problems, decisions, strict=True):
+        say(decision.describe())
+        # Not broken into lines, to be copied.
+        click.echo(f"  source  {render_call(one.label if backward else problem_text, decision.candidate)}")
     for note in snapshot.notes:
         say(f"  note    {note}")
 
