@@ -487,3 +487,36 @@ def test_an_unaligned_out_is_read_by_a_preprocessing_for_any_access(kernels: Pla
     bind_backward(sample.call, *inputs, *found, unordered=False)(*inputs, None, *found)
     assert_right(sample, found)
     assert [family.access for family in kernels.bound] == [Access.ANY, Access.TMA, Access.TMA]
+
+
+# --- padding, and why -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text", ["65536x16x16x16x16x16", "4096x12x12x49x49x32", "8x16x16x4096x4096x32", "1x8x8x60x60x64"]
+)
+def test_a_fused_kernel_that_would_work_on_padding_mostly_is_not_taken_unmeasured(text: str) -> None:
+    call = AttentionProblem.parse(text)
+    choice = dispatcher().backward_choice(call)
+    assert choice.problems == Way.SPLIT.problems(call)
+    assert choice.reason.startswith("split: the fused kernel would pad dq to ")
+
+
+def test_a_fused_kernel_that_was_measured_may_work_on_padding() -> None:
+    call = AttentionProblem.parse("8x16x16x4096x4096x32")
+    assert dispatcher(*all_winners(call, fused_ms=3, split_ms=4)).backward(call) == Way.FUSED.problems(call)
+
+
+def test_an_unordered_winner_is_taken_where_nothing_else_was_measured() -> None:
+    rows = winners_of(SERVED, bwd_preprocess=0.1, bwd_postprocess=0.1)
+    any_order = SERVED.for_pass(Pass.BWD_FUSED, unordered=True)
+    measured = dispatcher(*rows, winner(any_order, plain_config(any_order), median_ms=2.0))
+    assert measured.backward(SERVED, unordered=True) == Way.UNORDERED.problems(SERVED)
+    assert measured.backward(SERVED) == Way.FUSED.problems(SERVED)
+
+
+def test_a_choice_says_why() -> None:
+    measured = dispatcher(*all_winners(SERVED, fused_ms=3, split_ms=4))
+    assert measured.backward_choice(SERVED).reason == "fused: fastest of those measured here (fused 3 ms, split 4 ms)"
+    assert "sm_90" in dispatcher(device=A100).backward_choice(SERVED).reason
+    assert "not both measured" in dispatcher().backward_choice(SERVED).reason

@@ -13,7 +13,7 @@ from fa_autotune.cli import main
 from fa_autotune.cli.explain import explain_command
 from fa_autotune.device import KNOWN_DEVICES, DeviceSpec
 from fa_autotune.errors import FaAutotuneError, NoKernelError
-from fa_autotune.problem import BACKWARD_PASSES, Pass
+from fa_autotune.problem import BACKWARD_PASSES, FUSED_BACKWARD, SPLIT_BACKWARD, Pass
 from fa_autotune.render import render
 from fa_autotune.snapshot import Source
 from tests.winners import (
@@ -109,3 +109,20 @@ def test_example_of_the_page_runs(checkout: Path) -> None:
     example = page.split("```python\n")[1].split("```")[0]
     done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, cwd=checkout, check=True)
     assert done.stdout.startswith("fwd bf16 d128 causal 4×32×8×4096×4096")
+
+
+@pytest.mark.usefixtures("no_packs")
+@pytest.mark.parametrize(("device", "passes"), [("h200", FUSED_BACKWARD), ("a100", SPLIT_BACKWARD)])
+def test_explain_tells_which_way_a_backward_goes(device: str, passes: tuple[Pass, ...]) -> None:
+    words = ("--problem", "1x8x8x512x512x64,causal", "--device", device, "--backward")
+    assert explain(*words).output.startswith("backward fused:" if device == "h200" else "backward split:")
+    values = json.loads(explain(*words, "--json").output)
+    assert [one["problem"]["pass"] for one in values["kernels"]] == [*passes]
+
+
+@pytest.mark.usefixtures("no_packs")
+def test_each_kernel_of_a_backward_is_shown_by_a_call_of_its_own() -> None:
+    output = explain("--problem", "1x8x8x512x512x64,causal", "--device", "h200", "--backward").output
+    calls = [shlex.split(line.split(maxsplit=1)[1]) for line in output.splitlines() if line.startswith("  source  ")]
+    texts = [CliRunner().invoke(main, words).output for _, *words in calls]
+    assert ["preprocess" in texts[0], "attention_bwd_fused" in texts[1], "postprocess" in texts[2]] == [True] * 3
