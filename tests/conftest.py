@@ -20,6 +20,10 @@ if TYPE_CHECKING:  # torch is imported by the tests that need it
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Workers of pytest-xdist fill the cores: torch's threads, which it counts as it starts, would only wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 settings.register_profile("fa_autotune", deadline=None)  # a busy machine is no failure
 settings.load_profile("fa_autotune")
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from fa_autotune.device import KNOWN_DEVICES, DeviceSpec
 from fa_autotune.problem import (
+    FUSED_BACKWARD,
     MAX_HEAD_DIM,
     MIN_HEAD_DIM,
     ROW_PASSES,
@@ -73,9 +74,8 @@ def problems(draw: st.DrawFn, *, max_seqlen: int = 2**20) -> AttentionProblem:
 
 
 def served_everywhere(**limits: int) -> st.SearchStrategy[AttentionProblem]:
-    """Problems that some kernel serves on every device: a fused backward has one on Hopper, and for some families."""
-    fused_only = (Pass.BWD_FUSED, Pass.BWD_POSTPROCESS)
-    return problems(**limits).filter(lambda problem: problem.family.kernel_pass not in fused_only)
+    """Problems that some kernel serves on every device: a fused backward has its own on Hopper, for some families."""
+    return problems(**limits).filter(lambda problem: problem.family.kernel_pass not in FUSED_BACKWARD)
 
 
 @st.composite
