@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fa_autotune.bound_launch import Launch, bind
+from fa_autotune.dispatch import BackwardWay
 from fa_autotune.live_kernels import dispatcher_of, kernel_for
 from fa_autotune.problem import ROW_PASSES, Access, AttentionProblem, Pass
 from fa_autotune.tensors import Allocate, Geometry, access_of
@@ -30,7 +31,8 @@ class Backward(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardCall:
-    """A kind of backward: the forward's problem, its scalars, and what allocates memory beside the tensors.
+    """A kind of backward: the forward's problem, the index of its GPU (negative: the interpreter's), its scalars, and
+    what allocates memory beside the tensors.
 
     The tensors are (batch, heads, seqlen, head_dim), those that are yet to be allocated on the meta device.
     """
@@ -59,10 +61,10 @@ def bind_backward(
     family = replace(call.problem.family, access=access)
     problem = replace(call.problem, family=family)
     if dq is not None and dk is not None and dv is not None and access is access_of(dk, dv) is Access.TMA:
-        for chosen in dispatcher_of(call.index).backward(problem, unordered=unordered):
-            if chosen.family.kernel_pass is Pass.BWD_FUSED:
-                any_order = chosen.family.unordered
-                return FusedBackward(call, q, k, v, out, lse, d_out, dq, dk, dv, unordered=any_order)
+        way = dispatcher_of(call.index).backward_choice(problem, unordered=unordered).way
+        if way is not BackwardWay.SPLIT:
+            is_free = way is BackwardWay.FUSED_UNORDERED
+            return FusedBackward(call, q, k, v, out, lse, d_out, dq, dk, dv, unordered=is_free)
     return SplitBackward(call, q, k, v, out, lse, d_out, dq, dk, dv)
 
 

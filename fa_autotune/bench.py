@@ -31,9 +31,9 @@ from fa_autotune.paths import interpreting
 from fa_autotune.problem import AttentionProblem, Pass
 from fa_autotune.records import Measurement
 from fa_autotune.reference import seeded_inputs
-from fa_autotune.tensors import BHSD, BOTTOM_RIGHT, FULL, GENERATED
+from fa_autotune.tensors import BHSD, BOTTOM_RIGHT, FULL, GENERATED, UNORDERED
 
-OURS = "ours"
+OURS, OURS_UNORDERED = "ours", "ours-unordered"
 
 BACKWARD_FLOPS = 2.5  # of the forward's: the literature counts five matrix products, not the seven that we compute
 
@@ -184,8 +184,13 @@ def _bench_problem(
     backward: bool,
 ) -> list[BenchRow]:
     inputs = seeded_inputs(problem.family, problem.shape, device=torch.device("cuda", device_index), seed=0)
-    makers: dict[str, Peer] = {OURS: partial(_our_backward if backward else _ours, dispatcher)}
-    makers |= {name: partial(_backward_of, PEERS[name]) if backward else PEERS[name] for name in against}
+    makers: dict[str, Peer] = {OURS: partial(_ours, dispatcher), **{name: PEERS[name] for name in against}}
+    if backward:
+        ours = {OURS: GENERATED, OURS_UNORDERED: UNORDERED}
+        makers = {
+            name: partial(_our_backward, dispatcher, ours[name]) if name in ours else partial(_backward_of, make)
+            for name, make in makers.items()
+        }
     regime = regime_for(problem, dispatcher.device)
     timer = make_timer(regime, dispatcher.device, device_index)
     launches, notes = prepare(makers, problem, inputs, attempt=lambda launch: timer(launch, 1))
@@ -241,13 +246,14 @@ def _ours(
 
 
 def _our_backward(
-    dispatcher: Dispatcher, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor
+    dispatcher: Dispatcher, backend: int, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Launch, str]:
-    """What a training step launches after the forward, and the memory that it allocates."""
-    plan = plan_of(q, k, v, None, BOTTOM_RIGHT if problem.family.bounded_right else FULL, BHSD, GENERATED)
+    """What a training step launches after the forward, and the memory that it allocates; `backend` as in `tensors`."""
+    plan = plan_of(q, k, v, None, BOTTOM_RIGHT if problem.family.bounded_right else FULL, BHSD, backend)
     out, lse = plan.forward(q, k, v)
     launch = partial(plan.backward, (q, k, v, out, lse), torch.randn_like(out), None, (True, True, True))
-    candidates = [dispatcher.decide(one).candidate for one in dispatcher.backward(problem.as_called())]
+    problems = dispatcher.backward(problem.as_called(), unordered=backend == UNORDERED)
+    candidates = [dispatcher.decide(one).candidate for one in problems]
     return launch, "; ".join(
         f"{one.family.kernel_pass} {one.variant} {config_label(one.config)}"
         for one in candidates
@@ -336,7 +342,7 @@ PEERS: dict[str, Peer] = {
     "sdpa-efficient": partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION),
     "flex": _flex,
     "fa3": _fa3,
-    "ours-unordered": _ours_unordered,
+    OURS_UNORDERED: _ours_unordered,
 }
 
 

@@ -44,7 +44,7 @@ DigestOf = Callable[[Candidate], str]
 
 # Past this distance the tile that was best there says less than the default.
 MAX_DISTANCE = 8.0
-MAX_PADDING = 2.0  # of dq in a fused backward that nobody measured
+MAX_PADDING = 2.0  # of dq: with so much and more, a fused backward that nobody measured is not taken
 MAX_REMEMBERED = 16_384  # decisions kept by a Dispatcher; a stream of ever new lengths must not fill memory
 _MAX_SKIPS_TOLD = 4
 _TUNE_COMMAND = "`fa-autotune tune --missed`"
@@ -408,12 +408,25 @@ def rendered_digest(candidate: Candidate) -> str:
     return render(candidate).digest
 
 
+class BackwardWay(StrEnum):
+    """A way to compute a backward: which kernels, and whether parts of dq are added in a fixed order."""
+
+    SPLIT = "split"
+    FUSED = "fused"
+    FUSED_UNORDERED = "fused, unordered"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardChoice:
-    """The way that computes a backward: the problems of its kernels in the order in which they run, and the reason."""
+    """The way that computes a backward, the problems of its kernels in the order in which they run, and the reason."""
 
+    way: BackwardWay
     problems: tuple[AttentionProblem, ...]
     reason: str
+
+    def describe(self) -> str:
+        """The way and the reason, for people."""
+        return f"backward {self.way}: {self.reason}"
 
 
 class Dispatcher:
@@ -489,31 +502,39 @@ class Dispatcher:
         kernels serve it and would not work on padding mostly. With `unordered` the fused kernel may add up dq in any
         order, which counts as a way of its own.
         """
-        fused, split = (tuple(call.for_pass(one) for one in passes) for passes in (FUSED_BACKWARD, SPLIT_BACKWARD))
-        for problem in fused:
+        ways = {
+            BackwardWay.FUSED: tuple(call.for_pass(one) for one in FUSED_BACKWARD),
+            BackwardWay.SPLIT: tuple(call.for_pass(one) for one in SPLIT_BACKWARD),
+        }
+        before, fused, after = ways[BackwardWay.FUSED]
+
+        def choose(way: BackwardWay, reason: str) -> BackwardChoice:
+            return BackwardChoice(way=way, problems=ways[way], reason=reason)
+
+        for problem in (fused, before, after):
             if isinstance(found := self._decision(problem), NoKernelError):
-                return BackwardChoice(problems=split, reason=f"split: {found}")
-        ways = {"fused": fused, "split": split}
+                return choose(BackwardWay.SPLIT, str(found))
         if unordered:
-            any_order = call.for_pass(Pass.BWD_FUSED, unordered=True)
-            ways["fused, unordered"] = (fused[0], any_order, fused[2])
-        times = {name: ms for name, way in ways.items() if (ms := self._measured_ms(way)) is not None}
-        padding = dq_padding(fused[1].family, call.shape)
-        if times.keys() - {"split"}:
-            fastest = min(times, key=lambda name: times[name])
-            told = ", ".join(f"{name} {ms:.4g} ms" for name, ms in times.items())
-            return BackwardChoice(problems=ways[fastest], reason=f"{fastest}: fastest of those measured here ({told})")
-        if padding >= MAX_PADDING:
-            reason = f"split: the fused kernel would pad dq to {padding:.1f} times its size"
-            return BackwardChoice(problems=split, reason=reason)
-        reason = "fused: a kernel serves it, and the two ways were not both measured on this shape"
-        return BackwardChoice(problems=fused, reason=reason)
+            ways[BackwardWay.FUSED_UNORDERED] = (before, call.for_pass(Pass.BWD_FUSED, unordered=True), after)
+        times = {way: ms for way, problems in ways.items() if (ms := self._measured_ms(problems)) is not None}
+        if times.keys() - {BackwardWay.SPLIT}:
+            told = ", ".join(f"{way} {ms:.4g} ms" for way, ms in times.items())
+            why = "the fastest of those" if len(times) > 1 else "the only one"
+            return choose(
+                min(times, key=lambda way: times[way]), f"{why} whose kernels were all measured on this shape ({told})"
+            )
+        if (padding := dq_padding(fused.family, call.shape)) >= MAX_PADDING:
+            return choose(BackwardWay.SPLIT, f"the fused kernel would pad dq to {padding:.1f} times its size")
+        return choose(BackwardWay.FUSED, "a kernel serves it, and not all of its kernels were measured on this shape")
 
     def _measured_ms(self, problems: Sequence[AttentionProblem]) -> float | None:
-        """Time of kernels one after another; None if one of them has no winner of that very shape."""
+        """Time of kernels one after another; None if one of them has no winner of that very shape.
+
+        Short kernels were timed in CUDA graphs and long ones by events: the short ones are a few per cent of a way.
+        """
         found = [self._decision(problem) for problem in problems]
         times = [one.median_ms for one in found if isinstance(one, Decision) and one.origin is Origin.EXACT]
-        return math.fsum(ms or math.inf for ms in times) if len(times) == len(problems) else None
+        return math.fsum(ms for ms in times if ms is not None) if len(times) == len(problems) else None
 
     def flush_misses(self) -> int:
         """Append the misses so far to the user's database; gives the number of problems. Runs by itself at exit."""

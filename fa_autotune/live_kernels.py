@@ -21,13 +21,15 @@ _kernels: dict[tuple[int, Candidate], LoadedKernel] = {}
 _dispatchers: dict[int, Dispatcher] = {}
 
 
-def kernel_for(problem: AttentionProblem, index: int) -> LoadedKernel:
+def kernel_for(problem: AttentionProblem, index: int, *, ahead: bool = False) -> LoadedKernel:
     """The kernel that dispatch chooses for a problem on a GPU, compiled and loaded once.
 
-    NoKernelError, CompileError; LaunchError if it is not loaded and a capture is under way.
+    `ahead`: it may never run, so the problem does not count as one that was met. NoKernelError, CompileError;
+    LaunchError if it is not loaded and a capture is under way.
     """
     with _lock:
-        candidate = dispatcher_of(index).decide(problem).candidate
+        dispatcher = dispatcher_of(index)
+        candidate = (dispatcher.peek(problem) if ahead else dispatcher.decide(problem)).candidate
         kernel = _kernels.get((index, candidate))
         if kernel is None:
             if index >= 0 and torch.cuda.is_current_stream_capturing():
@@ -36,7 +38,7 @@ def kernel_for(problem: AttentionProblem, index: int) -> LoadedKernel:
                     f"fa_autotune.warmup(['{problem.key}']), or with backward=True on the forward's, or run the "
                     "model once before capturing"
                 )
-            kernel = load_kernel(candidate, dispatcher_of(index).device.arch, index if index >= 0 else None)
+            kernel = load_kernel(candidate, dispatcher.device.arch, index if index >= 0 else None)
             _kernels[index, candidate] = kernel
         return kernel
 

@@ -107,10 +107,11 @@ def warmup(
     for called in map(_as_called, problems):
         kernel_for(called, index)
         if backward:
-            ways = [dispatcher_of(index).backward(called, unordered=unordered) for unordered in (False, True)]
-            split = [called.for_pass(kernel_pass) for kernel_pass in SPLIT_BACKWARD]
-            for problem in dict.fromkeys([*split, *ways[0], *ways[1]]):
+            usual, unordered = (dispatcher_of(index).backward(called, unordered=free) for free in (False, True))
+            for problem in usual:
                 kernel_for(problem, index)
+            for problem in (*unordered, *(called.for_pass(kernel_pass) for kernel_pass in SPLIT_BACKWARD)):
+                kernel_for(problem, index, ahead=True)
 
 
 def explain(
@@ -123,8 +124,8 @@ def explain(
     asked, called = dispatcher_of(device_index(device)), _as_called(problem)
     if not backward:
         return asked.peek(called).describe()
-    choice = asked.backward_choice(called)
-    return "\n".join([f"backward {choice.reason}", *(asked.peek(one).describe() for one in choice.problems)])
+    choice = asked.backward_choice(called, unordered=called.family.unordered)
+    return "\n".join([choice.describe(), *(asked.peek(one).describe() for one in choice.problems)])
 
 
 def _as_called(problem: AttentionProblem | str) -> AttentionProblem:

@@ -110,7 +110,10 @@ class AttentionFamily:
             if not isinstance(getattr(self, name), kind):
                 raise InvalidProblemError(f"{name}={getattr(self, name)!r} is not a {kind.__name__}")
         if self.unordered and self.kernel_pass is not Pass.BWD_FUSED:
-            raise InvalidProblemError(f"unordered=True is for bwd_fused, no {self.kernel_pass.value} kernel adds up dq")
+            raise InvalidProblemError(
+                f"unordered=True is for bwd_fused, no {self.kernel_pass.value} kernel adds up dq; write "
+                "…,bwd_fused,unordered"
+            )
         for name in ("head_dim", "head_dim_v"):
             _require_int(name, getattr(self, name), MIN_HEAD_DIM, MAX_HEAD_DIM)
         if self.access is not Access.ANY and strongest_access(self.dtype, self.head_dim, self.head_dim_v) is Access.ANY:

@@ -148,7 +148,8 @@ def variant_spec(kernel_pass: Pass, variant: Variant) -> VariantSpec:
     for spec in VARIANTS:
         if (spec.kernel_pass, spec.variant) == (kernel_pass, variant):
             return spec
-    raise UnsupportedError(f"there is no {variant} variant of the {kernel_pass} pass")
+    known = ", ".join(spec.variant for spec in VARIANTS if spec.kernel_pass is kernel_pass)
+    raise UnsupportedError(f"there is no {variant} variant of the {kernel_pass} pass; it has: {known}")
 
 
 def supported_variants(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> list[VariantSpec]:

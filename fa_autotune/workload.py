@@ -32,8 +32,8 @@ class Output:
 class Workload:
     """A call of a family's kernel. `inputs` are in the order in which the kernel takes them:
 
-    q, k, v for the forward; out, do for delta; q, k, v, do, lse, delta for dk and dv, and for dq;
-    fused, out, do, lse for the preprocessing, q, k, v, do, statistics, turns for the kernel, dq_acc after it.
+    fwd: q, k, v; bwd_delta: out, do; bwd_dkdv and bwd_dq: q, k, v, do, lse, delta;
+    bwd_preprocess: out, do, lse; bwd_fused: q, k, v, do, statistics, turns; bwd_postprocess: dq_acc.
     """
 
     family: AttentionFamily

@@ -4,10 +4,8 @@ The kernels themselves are plain torch here, on what they are bound to: the shap
 addresses of a later one. A kernel that adds to its output really adds, and no memory is clean.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 import pytest
 import torch
@@ -16,10 +14,8 @@ from torch import Tensor
 from fa_autotune import backward_plan
 from fa_autotune.backward_plan import BackwardCall, FusedBackward, SplitBackward, bind_backward
 from fa_autotune.bound_launch import Launch
-from fa_autotune.device import INTERPRETER, DeviceSpec
-from fa_autotune.dispatch import Dispatcher
+from fa_autotune.dispatch import BackwardWay, Dispatcher
 from fa_autotune.problem import (
-    BACKWARD_PASSES,
     FUSED_BACKWARD,
     SPLIT_BACKWARD,
     Access,
@@ -28,136 +24,12 @@ from fa_autotune.problem import (
     Pass,
 )
 from fa_autotune.reference import TORCH_DTYPES, attention_reference, gradients_from_statistics
-from fa_autotune.snapshot import WinnerRow
 from fa_autotune.tensors import access_of
 from fa_autotune.workload import acc_of_dq, bottom_right_diagonal, dq_of_acc, lse_and_delta_of, statistics_of
 from fa_autotune.workspace import fused_tile
-from tests.winners import A100, H200, dispatcher, plain_config, winner
+from tests.winners import A100, H200, all_winners, dispatcher
 
 NAN = float("nan")
-
-
-# --- which way --------------------------------------------------------------------------------------------------------
-
-SERVED = AttentionProblem.parse("4x32x8x4096x4096x128,causal")
-
-
-def winners_of(call: AttentionProblem, **median_ms: float) -> list[WinnerRow]:
-    """A winner for each named pass of a call, with its time."""
-    rows = []
-    for name, ms in median_ms.items():
-        problem = call.for_pass(Pass(name))
-        rows.append(winner(problem, plain_config(problem), median_ms=ms))
-    return rows
-
-
-def all_winners(
-    call: AttentionProblem, *, fused_ms: float, split_ms: float, unordered_ms: float | None = None
-) -> list[WinnerRow]:
-    """Winners of all kernels; the times are those of each way's three together."""
-    kernels = {**dict.fromkeys(FUSED_BACKWARD, fused_ms / 3), **dict.fromkeys(SPLIT_BACKWARD, split_ms / 3)}
-    rows = winners_of(call, **kernels)
-    if unordered_ms is not None:
-        unordered = call.for_pass(Pass.BWD_FUSED, unordered=True)
-        rows.append(winner(unordered, plain_config(unordered), median_ms=unordered_ms - 2 * fused_ms / 3))
-    return rows
-
-
-class Way(StrEnum):
-    """How a backward is computed."""
-
-    SPLIT = "split"
-    FUSED = "fused"
-    UNORDERED = "unordered"
-
-    def problems(self, call: AttentionProblem) -> tuple[AttentionProblem, ...]:
-        """Those of its kernels."""
-        passes = SPLIT_BACKWARD if self is Way.SPLIT else FUSED_BACKWARD
-        return tuple(call.for_pass(one, unordered=self is Way.UNORDERED and one is Pass.BWD_FUSED) for one in passes)
-
-
-@pytest.mark.parametrize("unordered", [False, True])
-@pytest.mark.parametrize("head_dim", [40, 64, 128])
-@pytest.mark.parametrize("flags", ["bf16", "fp16", "bf16,causal", "fp16,causal"])
-def test_an_untuned_hopper_gpu_goes_the_fused_way_in_order(head_dim: int, flags: str, unordered: bool) -> None:
-    call = AttentionProblem.parse(f"4x32x8x4096x4096x{head_dim},{flags}")
-    assert dispatcher().backward(call, unordered=unordered) == Way.FUSED.problems(call)
-
-
-@pytest.mark.parametrize("unordered", [False, True])
-@pytest.mark.parametrize(
-    ("text", "device"),
-    [
-        ("4x32x8x4096x4096x256", H200),
-        ("4x32x8x4096x4096x64x192", H200),
-        ("4x32x8x4096x4096x64,fp32", H200),
-        ("4x32x8x4096x4096x64,aligned", H200),
-        ("4x32x8x4096x4096x64,any", H200),
-        ("4x32x8x4096x4096x64", A100),
-        ("4x32x8x4096x4096x64", INTERPRETER),
-    ],
-    ids=["head_dim", "head_dim_v", "fp32", "aligned", "any", "A100", "interpreter"],
-)
-def test_what_no_fused_kernel_serves_goes_the_split_way(text: str, device: DeviceSpec, unordered: bool) -> None:
-    call = AttentionProblem.parse(text)
-    assert dispatcher(device=device).backward(call, unordered=unordered) == Way.SPLIT.problems(call)
-
-
-@pytest.mark.parametrize(
-    ("fused_ms", "split_ms", "unordered_ms", "ordered", "any_order"),
-    [
-        (3, 4, None, Way.FUSED, Way.FUSED),
-        (4, 3, None, Way.SPLIT, Way.SPLIT),
-        (3, 5, 4, Way.FUSED, Way.FUSED),
-        (4, 5, 3, Way.FUSED, Way.UNORDERED),
-        (5, 4, 3.5, Way.SPLIT, Way.UNORDERED),
-        (5, 3, 4, Way.SPLIT, Way.SPLIT),
-    ],
-)
-def test_where_all_kernels_were_measured_the_fastest_way_wins(
-    fused_ms: float, split_ms: float, unordered_ms: float | None, ordered: Way, any_order: Way
-) -> None:
-    measured = dispatcher(*all_winners(SERVED, fused_ms=fused_ms, split_ms=split_ms, unordered_ms=unordered_ms))
-    assert measured.backward(SERVED) == ordered.problems(SERVED)
-    assert measured.backward(SERVED, unordered=True) == any_order.problems(SERVED)
-
-
-def test_the_sum_decides_and_not_the_largest_kernel() -> None:
-    split = {"bwd_delta": 0.1, "bwd_dkdv": 1.4, "bwd_dq": 1.4}
-    fused = {"bwd_preprocess": 0.1, "bwd_fused": 2.0, "bwd_postprocess": 0.1}
-    assert dispatcher(*winners_of(SERVED, **split, **fused)).backward(SERVED) == Way.FUSED.problems(SERVED)
-
-
-@pytest.mark.parametrize("missing", BACKWARD_PASSES)
-def test_where_one_kernel_was_not_measured_the_fused_way_wins(missing: Pass) -> None:
-    rows = [row for row in all_winners(SERVED, fused_ms=4, split_ms=3) if row.problem.family.kernel_pass is not missing]
-    assert len(rows) == 5
-    assert dispatcher(*rows).backward(SERVED) == Way.FUSED.problems(SERVED)
-
-
-def test_times_of_another_shape_decide_nothing() -> None:
-    near = replace(SERVED, shape=replace(SERVED.shape, batch_size=5))
-    measured = dispatcher(*all_winners(near, fused_ms=4, split_ms=3, unordered_ms=3.5))
-    assert measured.backward(SERVED, unordered=True) == Way.FUSED.problems(SERVED)
-
-
-@pytest.mark.parametrize("device", [H200, A100])
-def test_choosing_a_way_counts_no_miss_and_tells_nothing(device: DeviceSpec, caplog: pytest.LogCaptureFixture) -> None:
-    untuned = dispatcher(device=device)
-    with caplog.at_level(logging.WARNING, "fa_autotune"):
-        untuned.backward(SERVED, unordered=True)
-    assert untuned.misses == {}
-    assert caplog.records == []
-
-
-def test_only_what_runs_is_missed_and_told(caplog: pytest.LogCaptureFixture) -> None:
-    untuned = dispatcher(*winners_of(SERVED, bwd_preprocess=1.0, bwd_postprocess=1.0))
-    with caplog.at_level(logging.WARNING, "fa_autotune"):
-        for problem in untuned.backward(SERVED):
-            untuned.decide(problem)
-    assert untuned.misses == {SERVED.for_pass(Pass.BWD_FUSED): 1}
-    (record,) = caplog.records
-    assert record.getMessage().startswith("bwd_fused bf16 d128 causal")
 
 
 # --- the launches -----------------------------------------------------------------------------------------------------
@@ -308,10 +180,10 @@ def test_the_fused_way_pads_rows_to_whole_tiles(lengths: str, kernels: PlainKern
     assert_right(sample, run_fused(sample))
 
 
-@pytest.mark.parametrize("way", [Way.FUSED, Way.SPLIT])
+@pytest.mark.parametrize("way", [BackwardWay.FUSED, BackwardWay.SPLIT])
 @pytest.mark.parametrize("strides", ["dense", "expanded", "every second"])
-def test_a_gradient_into_lse_is_honoured(strides: str, way: Way, kernels: PlainKernels) -> None:
-    kernels.dispatcher = dispatcher(device=H200 if way is Way.FUSED else A100)
+def test_a_gradient_into_lse_is_honoured(strides: str, way: BackwardWay, kernels: PlainKernels) -> None:
+    kernels.dispatcher = dispatcher(device=H200 if way is BackwardWay.FUSED else A100)
     sample = make()
     d_lse = torch.randn(1, 4, 70, generator=torch.Generator().manual_seed(1))
     d_lse = {
@@ -322,7 +194,7 @@ def test_a_gradient_into_lse_is_honoured(strides: str, way: Way, kernels: PlainK
     found = sample.targets
     bind_backward(sample.call, *sample.inputs, *found, unordered=False)(*sample.inputs, d_lse, *found)
     assert_right(sample, found, d_lse)
-    assert kernels.launched == [*(FUSED_BACKWARD if way is Way.FUSED else SPLIT_BACKWARD)]
+    assert kernels.launched == [*(FUSED_BACKWARD if way is BackwardWay.FUSED else SPLIT_BACKWARD)]
 
 
 @pytest.mark.parametrize("unordered", [False, True])
@@ -487,36 +359,3 @@ def test_an_unaligned_out_is_read_by_a_preprocessing_for_any_access(kernels: Pla
     bind_backward(sample.call, *inputs, *found, unordered=False)(*inputs, None, *found)
     assert_right(sample, found)
     assert [family.access for family in kernels.bound] == [Access.ANY, Access.TMA, Access.TMA]
-
-
-# --- padding, and why -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "text", ["65536x16x16x16x16x16", "4096x12x12x49x49x32", "8x16x16x4096x4096x32", "1x8x8x60x60x64"]
-)
-def test_a_fused_kernel_that_would_work_on_padding_mostly_is_not_taken_unmeasured(text: str) -> None:
-    call = AttentionProblem.parse(text)
-    choice = dispatcher().backward_choice(call)
-    assert choice.problems == Way.SPLIT.problems(call)
-    assert choice.reason.startswith("split: the fused kernel would pad dq to ")
-
-
-def test_a_fused_kernel_that_was_measured_may_work_on_padding() -> None:
-    call = AttentionProblem.parse("8x16x16x4096x4096x32")
-    assert dispatcher(*all_winners(call, fused_ms=3, split_ms=4)).backward(call) == Way.FUSED.problems(call)
-
-
-def test_an_unordered_winner_is_taken_where_nothing_else_was_measured() -> None:
-    rows = winners_of(SERVED, bwd_preprocess=0.1, bwd_postprocess=0.1)
-    any_order = SERVED.for_pass(Pass.BWD_FUSED, unordered=True)
-    measured = dispatcher(*rows, winner(any_order, plain_config(any_order), median_ms=2.0))
-    assert measured.backward(SERVED, unordered=True) == Way.UNORDERED.problems(SERVED)
-    assert measured.backward(SERVED) == Way.FUSED.problems(SERVED)
-
-
-def test_a_choice_says_why() -> None:
-    measured = dispatcher(*all_winners(SERVED, fused_ms=3, split_ms=4))
-    assert measured.backward_choice(SERVED).reason == "fused: fastest of those measured here (fused 3 ms, split 4 ms)"
-    assert "sm_90" in dispatcher(device=A100).backward_choice(SERVED).reason
-    assert "not both measured" in dispatcher().backward_choice(SERVED).reason

@@ -63,6 +63,41 @@ def run(candidate: Candidate, owner: Tensor, *values: Any) -> None:
     kernel.run(grid, kernel.module.arguments(*values))
 
 
+# --- by themselves ----------------------------------------------------------------------------------------------------
+
+
+def module_of(candidate: Candidate) -> Any:
+    install_interpreter_shim()
+    return load_kernel(candidate, INTERPRETER.arch).module
+
+
+# NumPy's word on Triton 3.6, which `launch` silences: here nothing of ours runs the kernel.
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+@interpreted
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_preprocessing_module_runs_by_itself(heads: int) -> None:
+    out, d_out = (torch.randn(1, heads, 40, 64).to(torch.bfloat16) for _ in range(2))
+    lse = torch.randn(1, heads, 40)
+    statistics, turns = module_of(make_candidate(Pass.BWD_PREPROCESS, BLOCK_M=32, num_warps=4)).launch(out, d_out, lse)
+    torch.testing.assert_close(statistics[0, :, :40], lse[0] * LOG2_E)
+    torch.testing.assert_close(statistics[1, :, :40], (out.float() * d_out.float()).sum(-1)[0])
+    assert not turns.any()
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+@interpreted
+@pytest.mark.parametrize("diagonal", [None, -30])
+def test_a_postprocessing_module_runs_by_itself(diagonal: int | None) -> None:
+    candidate = make_candidate(Pass.BWD_POSTPROCESS, causal=diagonal is not None, num_warps=4)
+    values = torch.randn(128, 64)
+    dq_acc = values.reshape(2, 4, 2, 8, 8, 4, 2).permute(0, 4, 1, 3, 5, 2, 6).reshape(-1, DQ_LANES)
+    dq = torch.empty(1, 1, 100, 64, dtype=torch.bfloat16)
+    assert module_of(candidate).launch(dq_acc, dq, diagonal=diagonal, softmax_scale=0.5) is dq
+    expected = values[:100].clone() * 0.5
+    expected[: -(diagonal or 0)] = 0.0
+    torch.testing.assert_close(dq[0, 0], expected.to(torch.bfloat16))
+
+
 # --- preprocessing ----------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import families
 
 from fa_autotune.config import BwdPostprocessConfig, HopperWsBwdConfig, config_from_key, config_key, config_label
 from fa_autotune.constraints import fused_smem_bytes
@@ -47,14 +46,25 @@ def test_what_is_not_served_gets_a_reason(change: dict, arch: str, triton: tuple
     assert re.search(says, reason)
 
 
-@given(families(Pass.BWD_FUSED), st.sampled_from(["sm_80", "sm_90", "sm_100"]), st.sampled_from([(3, 6), (3, 7)]))
+@given(
+    dims=st.tuples(st.integers(1, 16), st.integers(1, 16)),
+    dtype=st.sampled_from([DType.FLOAT16, DType.BFLOAT16]),
+    causal=st.booleans(),
+    unordered=st.booleans(),
+    triton=st.sampled_from([(3, 6), (3, 7)]),
+)
 def test_what_the_fused_kernel_serves_the_kernels_round_it_serve_too(
-    family: AttentionFamily, arch: str, triton: tuple[int, int]
+    dims: tuple[int, int], dtype: DType, causal: bool, unordered: bool, triton: tuple[int, int]
 ) -> None:
-    fused = supported_variants(family, arch, triton)
+    family = AttentionFamily(
+        kernel_pass=Pass.BWD_FUSED, dtype=dtype, head_dim=8 * dims[0], head_dim_v=8 * dims[1],
+        bounded_right=causal, unordered=unordered,
+    )  # fmt: skip
     after = replace(family, kernel_pass=Pass.BWD_POSTPROCESS, unordered=False)
     before = replace(after, kernel_pass=Pass.BWD_PREPROCESS, head_dim=family.head_dim_v, bounded_right=False)
-    assert not fused or (supported_variants(before, arch, triton) and supported_variants(after, arch, triton))
+    for one in (family, before, after):
+        assert supported_variants(one, "sm_90", triton)
+        assert not [spec for spec in supported_variants(one, "sm_80", triton)]
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,6 @@ def test_one_wrong_run_of_ten_is_caught_where_the_order_is_free() -> None:
     assert any("dq error" in text for text in report(spoiled(family, 8, fail_at_last), family).failures)
 
 
-def test_an_unordered_kernel_that_stores_instead_of_adding_is_not_seen_here_but_one_that_adds_twice_is() -> None:
+def test_a_dq_of_twice_the_size_is_caught_where_the_order_is_free() -> None:
     family = family_of(Pass.BWD_FUSED, "full,unordered")
     assert report(spoiled(family, 8, lambda dq_acc: dq_acc.mul_(2.0)), family).failures

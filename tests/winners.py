@@ -14,7 +14,7 @@ from fa_autotune.config import (
 )
 from fa_autotune.device import KNOWN_DEVICES, DeviceSpec
 from fa_autotune.dispatch import Decision, Dispatcher, decide
-from fa_autotune.problem import AttentionProblem, Pass
+from fa_autotune.problem import FUSED_BACKWARD, SPLIT_BACKWARD, AttentionProblem, Pass
 from fa_autotune.records import Candidate, Regime, Variant
 from fa_autotune.snapshot import Snapshot, Source, WinnerRow
 from fa_autotune.variants import default_config, variant_spec
@@ -96,3 +96,24 @@ def dispatcher(
         digest_of=lambda candidate: "today",
         store_misses=store or (lambda misses: None),
     )
+
+
+def winners_of(call: AttentionProblem, **median_ms: float) -> list[WinnerRow]:
+    """A winner for each named pass of a call, with its time."""
+    rows = []
+    for name, ms in median_ms.items():
+        problem = call.for_pass(Pass(name))
+        rows.append(winner(problem, plain_config(problem), median_ms=ms))
+    return rows
+
+
+def all_winners(
+    call: AttentionProblem, *, fused_ms: float, split_ms: float, unordered_ms: float | None = None
+) -> list[WinnerRow]:
+    """Winners of all kernels; the times are those of each way's three together."""
+    kernels = {**dict.fromkeys(FUSED_BACKWARD, fused_ms / 3), **dict.fromkeys(SPLIT_BACKWARD, split_ms / 3)}
+    rows = winners_of(call, **kernels)
+    if unordered_ms is not None:
+        unordered = call.for_pass(Pass.BWD_FUSED, unordered=True)
+        rows.append(winner(unordered, plain_config(unordered), median_ms=unordered_ms - 2 * fused_ms / 3))
+    return rows

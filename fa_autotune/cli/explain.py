@@ -9,7 +9,7 @@ import click
 from fa_autotune.cli.render import render_call
 from fa_autotune.cli.terminal import say
 from fa_autotune.device import INTERPRETER, INTERPRETER_ARCH, KNOWN_DEVICES, DeviceSpec, known_device
-from fa_autotune.dispatch import BackwardChoice, Dispatcher
+from fa_autotune.dispatch import Dispatcher
 from fa_autotune.errors import FaAutotuneError
 from fa_autotune.paths import database_path, pack_paths
 from fa_autotune.problem import AttentionProblem
@@ -35,7 +35,7 @@ _TRITON_PACKAGES = ("triton", "pytorch-triton-rocm", "pytorch-triton")
     type=click.Path(path_type=Path),
     help="The database. [default: FA_AUTOTUNE_DB, or the user's own]",
 )
-@click.option("--backward", is_flag=True, help="The kernels of the problem's whole backward, and which way they are.")
+@click.option("--backward", is_flag=True, help="The whole backward: split or fused, why, and its kernels.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def explain_command(
     *,
@@ -55,21 +55,27 @@ def explain_command(
         )
     snapshot = load_snapshot(db_path or database_path(), pack_paths())
     dispatcher = Dispatcher(device=device, triton_version=triton_version or _installed_triton(), load=lambda: snapshot)
-    choice = dispatcher.backward_choice(problem) if backward else BackwardChoice(problems=(problem,), reason="")
-    decisions = [dispatcher.peek(one) for one in choice.problems]
+    choice = dispatcher.backward_choice(problem, unordered=problem.family.unordered) if backward else None
+    decisions = [dispatcher.peek(one) for one in (choice.problems if choice else (problem,))]
     if as_json:
         notes = {"notes": list(snapshot.notes), "snapshot": snapshot.content_hash, "device": device.name}
         found = [decision.as_json() for decision in decisions]
         click.echo(
-            json.dumps({**({"backward": choice.reason, "kernels": found} if backward else found[0]), **notes}, indent=2)
+            json.dumps(
+                {
+                    **({"backward": choice.way, "reason": choice.reason, "kernels": found} if choice else found[0]),
+                    **notes,
+                },
+                indent=2,
+            )
         )
         return
-    if backward:
-        say(f"backward {choice.reason}")
-    for one, decision in zip(choice.problems, decisions, strict=True):
+    if choice:
+        say(choice.describe())
+    for decision in decisions:
         say(decision.describe())
         # Not broken into lines, to be copied.
-        click.echo(f"  source  {render_call(one.label if backward else problem_text, decision.candidate)}")
+        click.echo(f"  source  {render_call(decision.problem.label if choice else problem_text, decision.candidate)}")
     for note in snapshot.notes:
         say(f"  note    {note}")
 
