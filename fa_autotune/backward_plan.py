@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fa_autotune.bound_launch import Launch, bind
 from fa_autotune.dispatch import BackwardWay
+from fa_autotune.fused_workspace import dq_acc_size, statistics_size, turns_size
 from fa_autotune.live_kernels import dispatcher_of, kernel_for
-from fa_autotune.problem import ROW_PASSES, Access, AttentionProblem, Pass
-from fa_autotune.tensors import Allocate, Geometry, access_of
-from fa_autotune.workspace import dq_acc_size, statistics_size, turns_size
+from fa_autotune.problem import KEYLESS_PASSES, Access, AttentionProblem, Pass
+from fa_autotune.tensors import Allocate, access_of, contiguous, sketch
 
 
 class Backward(Protocol):
@@ -47,7 +47,7 @@ class BackwardCall:
         """The kernel that dispatch chooses for a pass, bound to tensors."""
         problem = self.problem.for_pass(kernel_pass, unordered=unordered)
         problem = replace(problem, family=replace(problem.family, access=access))
-        numbers = () if kernel_pass in ROW_PASSES else (self.softmax_scale, self.diagonal)
+        numbers = () if kernel_pass in KEYLESS_PASSES else (self.softmax_scale, self.diagonal)
         gpu = self.index if self.index >= 0 else None
         return bind(kernel_for(problem, self.index), tensors, *numbers, gpu=gpu)
 
@@ -76,8 +76,8 @@ class SplitBackward:
         dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
     ) -> None:  # fmt: skip
         self._allocate = call.allocate
-        self._statistic = _geometry(lse)
-        delta = _sketch(self._statistic, torch.float32)
+        self._statistic = tuple(lse.shape), lse.stride()
+        delta = sketch(self._statistic, torch.float32)
         access, inputs = access_of(q, k, v, d_out), (q, k, v, d_out, lse, delta)
         self._delta = call.bound(Pass.BWD_DELTA, access_of(out, d_out), out, d_out, delta)
         self._dkdv = None if dk is None or dv is None else call.bound(Pass.BWD_DKDV, access, *inputs, dk, dv)
@@ -107,12 +107,12 @@ class FusedBackward:
         self._allocate = call.allocate
         self._unordered = unordered
         family, shape = call.problem.family, call.problem.shape
-        self._statistics = _contiguous(statistics_size(shape))
-        self._turns = _contiguous(turns_size(shape))
-        self._dq_acc = _contiguous(dq_acc_size(family, shape))
+        self._statistics = contiguous(statistics_size(shape))
+        self._turns = contiguous(turns_size(shape))
+        self._dq_acc = contiguous(dq_acc_size(family, shape))
         self._rows = lse.shape
-        statistics, turns = _sketch(self._statistics, torch.float32), _sketch(self._turns, torch.int32)
-        dq_acc = _sketch(self._dq_acc, torch.float32)
+        statistics, turns = sketch(self._statistics, torch.float32), sketch(self._turns, torch.int32)
+        dq_acc = sketch(self._dq_acc, torch.float32)
         self._preprocess = call.bound(Pass.BWD_PREPROCESS, access_of(out, d_out), out, d_out, lse, statistics, turns)
         inputs = (q, k, v, d_out, statistics, turns)
         self._fused = call.bound(Pass.BWD_FUSED, Access.TMA, *inputs, dk, dv, dq_acc, unordered=unordered)
@@ -133,19 +133,3 @@ class FusedBackward:
             dq_acc.zero_()
         self._fused(q, k, v, d_out, statistics, turns, dk, dv, dq_acc)
         self._postprocess(dq_acc, dq)
-
-
-def _geometry(tensor: Tensor) -> Geometry:
-    return tuple(tensor.shape), tensor.stride()
-
-
-def _contiguous(size: tuple[int, ...]) -> Geometry:
-    strides = [1]
-    for extent in reversed(size[1:]):
-        strides.append(strides[-1] * extent)
-    return size, tuple(reversed(strides))
-
-
-def _sketch(geometry: Geometry, dtype: torch.dtype) -> Tensor:
-    """What binding a kernel needs of a tensor that is yet to be allocated."""
-    return torch.empty_strided(*geometry, dtype=dtype, device="meta")

@@ -169,7 +169,7 @@ class BwdDeltaConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopperWsBwdConfig:
-    """dk, dv and dq in one kernel, in Gluon, warp-specialised, on Hopper; its tile is `workspace.fused_tile`'s.
+    """dk, dv and dq in one kernel, in Gluon, warp-specialised, on Hopper; its tile is `fused_workspace.fused_tile`'s.
 
     HEADS_PER_GROUP and EXACT_LENGTHS as in `PortableFwdConfig`, the heads being those of keys, and
     DIAGONAL_FIRST: key blocks are launched from the last to the first, and visit query tiles from the diagonal on; else
@@ -204,8 +204,8 @@ class BwdPostprocessConfig:
 ForwardConfig = PortableFwdConfig | TmaFwdConfig
 BackwardConfig = PortableBwdDkDvConfig | TmaBwdDkDvConfig | PortableBwdDqConfig | TmaBwdDqConfig
 TiledConfig = ForwardConfig | BackwardConfig  # those with BLOCK_M and BLOCK_N
-RowConfig = BwdDeltaConfig | BwdPostprocessConfig  # those that know no keys
-KernelConfig = TiledConfig | HopperWsFwdConfig | HopperWsBwdConfig | RowConfig
+UntiledConfig = BwdDeltaConfig | BwdPostprocessConfig  # of passes without matrix products
+KernelConfig = TiledConfig | HopperWsFwdConfig | HopperWsBwdConfig | UntiledConfig
 ConfigT = TypeVar("ConfigT", bound=KernelConfig)
 
 

@@ -22,17 +22,14 @@ from fa_autotune.config import (
     TmaBwdDkDvConfig,
 )
 from fa_autotune.device import INTERPRETER_ARCH, DeviceSpec
+from fa_autotune.fused_workspace import NARROW_HEAD_DIM, dq_acc_size, fused_tile
 from fa_autotune.problem import AttentionFamily, AttentionShape, DType, Pass
-from fa_autotune.workspace import dq_acc_size, fused_tile
 
 MAX_REGISTERS_PER_THREAD = 255
 WIDEST_TOGETHER = 128  # head dims of dk and dv tiles that one program holds well
-BARRIER_BYTES = 640  # at most, of a `hopper_ws` kernel
-FUSED_Q_STAGES, FUSED_DO_STAGES, FUSED_DS_STAGES = 3, 2, 2  # of the fused backward's query rows, do and dS
-FUSED_BARRIER_BYTES = 640
+BARRIER_BYTES = 640  # at most, of a `hopper_ws` kernel, forward or backward
 MAX_DESCRIPTOR_EXTENT = 2**31 - 1
 RESERVED_SMEM_BYTES = 1024  # of each program, by CUDA
-NARROW_HEAD_DIM = 64
 # What `hopper_ws` kernels leave to all but accumulators, scores and P: addresses, statistics, masks. Less spills.
 OTHER_REGISTERS = 32
 CONSUMER_REGISTERS = {1: 255, 2: 240, 3: 160}  # per thread; the producer has what is left of the SM's
@@ -164,10 +161,10 @@ def hopper_smem_bytes(family: AttentionFamily, config: HopperWsFwdConfig) -> int
 def fused_smem_bytes(family: AttentionFamily) -> int:
     """Shared memory of the fused backward: keys and values, query rows, do, dS, the staged dq, lse and delta."""
     tile = fused_tile(family)
-    rows = 2 * tile.block_n + (FUSED_Q_STAGES + FUSED_DO_STAGES) * tile.block_m
-    values = rows * tile.columns + FUSED_DS_STAGES * tile.block_m * tile.block_n
-    floats = tile.block_m * tile.columns + 2 * FUSED_Q_STAGES * tile.block_m
-    return values * family.dtype.itemsize + 4 * floats + FUSED_BARRIER_BYTES
+    rows = 2 * tile.block_n + (tile.q_stages + tile.do_stages) * tile.block_m
+    values = rows * tile.columns + tile.ds_stages * tile.block_m * tile.block_n
+    floats = tile.block_m * tile.columns + 2 * tile.q_stages * tile.block_m
+    return values * family.dtype.itemsize + 4 * floats + BARRIER_BYTES
 
 
 def consumer_registers(family: AttentionFamily, config: HopperWsFwdConfig) -> int:

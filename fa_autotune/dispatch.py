@@ -25,6 +25,7 @@ from fa_autotune.config import (
 from fa_autotune.constraints import MIN_SCORES_PER_WARP
 from fa_autotune.device import INTERPRETER_ARCH, DeviceSpec
 from fa_autotune.errors import FaAutotuneError, NoKernelError, UnsupportedError
+from fa_autotune.fused_workspace import dq_padding
 from fa_autotune.misses import MissLog, Store
 from fa_autotune.paths import database_path, pack_paths
 from fa_autotune.problem import FUSED_BACKWARD, SPLIT_BACKWARD, AttentionProblem, AttentionShape, Pass
@@ -38,7 +39,6 @@ from fa_autotune.variants import (
     rejection,
     supported_variants,
 )
-from fa_autotune.workspace import dq_padding
 
 DigestOf = Callable[[Candidate], str]
 

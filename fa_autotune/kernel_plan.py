@@ -20,7 +20,6 @@ from fa_autotune.tensors import (
     DTYPES,
     FULL,
     UNORDERED,
-    Geometry,
     access_of,
     allocator,
     dense,
@@ -28,6 +27,7 @@ from fa_autotune.tensors import (
     lse_geometry,
     out_size,
     quad,
+    sketch,
 )
 
 MAX_REMEMBERED_BACKWARDS = 16  # of one kind of call: one for each way that its gradient lies in memory
@@ -95,7 +95,7 @@ class KernelPlan:
                 seqlen_k=seqlen_k,
             ),
         )
-        out, lse = self._sketch(self._out), self._sketch(self._lse, torch.float32)
+        out, lse = sketch(self._out, self._dtype), sketch(self._lse, torch.float32)
         tensors = (q_view, k_view, v_view, heads_first(out, layout), lse)
         self._launch = bind(kernel_for(self._problem, self._index), tensors, self._scale, self._diagonal)
 
@@ -164,10 +164,6 @@ class KernelPlan:
     def _is_elsewhere(self) -> bool:
         return self._index >= 0 and _current_gpu() != self._index
 
-    def _sketch(self, geometry: Geometry, dtype: torch.dtype | None = None) -> Tensor:
-        """What binding a kernel needs of a tensor that is yet to be allocated."""
-        return torch.empty_strided(*geometry, dtype=dtype or self._dtype, device="meta")
-
     def _new_backward(self, saved: Saved, d_out: Tensor, needed: Needed, into: Into | None) -> tuple[Backward, bool]:
         """The backward, and whether d_out is to be copied into dense memory first: that one pass over it costs less
         than slower kernels for all."""
@@ -175,9 +171,9 @@ class KernelPlan:
         q, k, v, out, d_out = (heads_first(tensor, layout) for tensor in (*saved[:4], d_out))
         copies = _WEAKNESS[access_of(d_out)] > _WEAKNESS[access_of(q, k, v)]
         if copies:
-            d_out = heads_first(self._sketch(self._out), layout)
+            d_out = heads_first(sketch(self._out, self._dtype), layout)
         dq, dk, dv = (
-            heads_first(self._sketch(geometry) if target is None else target, layout) if wanted else None
+            heads_first(sketch(geometry, self._dtype) if target is None else target, layout) if wanted else None
             for geometry, target, wanted in zip(
                 self._gradients,
                 into or (None, None, None),

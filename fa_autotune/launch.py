@@ -132,7 +132,7 @@ class LoadedKernel:
 
         Tensors are (batch, heads, seqlen, head_dim), none of them empty; lse and delta are contiguous fp32 (batch,
         num_q_heads, seqlen_q), lse in natural log; what the fused backward's kernels hand on has the sizes of
-        `workspace`. The kernel runs on the tensors' device and its current stream.
+        `fused_workspace`. The kernel runs on the tensors' device and its current stream.
         """
         owner: Tensor = values[self._owner]
         grid = self.grid(*values)

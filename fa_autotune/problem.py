@@ -39,7 +39,7 @@ class Pass(StrEnum):
 SPLIT_BACKWARD = (Pass.BWD_DELTA, Pass.BWD_DKDV, Pass.BWD_DQ)
 FUSED_BACKWARD = (Pass.BWD_PREPROCESS, Pass.BWD_FUSED, Pass.BWD_POSTPROCESS)
 BACKWARD_PASSES = (*SPLIT_BACKWARD, *FUSED_BACKWARD)
-ROW_PASSES = (Pass.BWD_DELTA, Pass.BWD_PREPROCESS)  # know rows of out only: neither keys nor a mask
+KEYLESS_PASSES = (Pass.BWD_DELTA, Pass.BWD_PREPROCESS)  # know rows of out only: neither keys nor a mask
 
 
 def parse_passes(text: str) -> tuple[Pass, ...]:
@@ -281,11 +281,11 @@ class AttentionProblem:
         """
         if kernel_pass is self.family.kernel_pass and unordered is self.family.unordered:
             return self
-        if self.family.kernel_pass in ROW_PASSES and kernel_pass is not self.family.kernel_pass:
+        if self.family.kernel_pass in KEYLESS_PASSES and kernel_pass is not self.family.kernel_pass:
             raise InvalidProblemError(
                 f"{self.label} knows no keys, so it has no {kernel_pass.value} problem; start from the forward's"
             )
-        if kernel_pass not in ROW_PASSES:
+        if kernel_pass not in KEYLESS_PASSES:
             return replace(self, family=replace(self.family, kernel_pass=kernel_pass, unordered=unordered))
         family, head_dim_v = self.family, self.family.head_dim_v
         is_usual = family.access is strongest_access(family.dtype, family.head_dim, head_dim_v)

@@ -53,6 +53,16 @@ def lse_geometry(q: Tensor, layout: int) -> Geometry:
     return (batch_size, num_heads, seqlen_q), (num_heads * seqlen_q, seqlen_q, 1)
 
 
+def contiguous(size: tuple[int, ...]) -> Geometry:
+    """A contiguous tensor of that size."""
+    return size, torch.empty(size, device="meta").stride()
+
+
+def sketch(geometry: Geometry, dtype: torch.dtype) -> Tensor:
+    """What binding a kernel needs of a tensor that is yet to be allocated."""
+    return torch.empty_strided(*geometry, dtype=dtype, device="meta")
+
+
 def allocator(device: torch.device) -> Allocate:
     """Allocates tensors of a size, strides and dtype on a device; a GPU must be current.
 

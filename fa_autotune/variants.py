@@ -43,9 +43,9 @@ from fa_autotune.constraints import (
 )
 from fa_autotune.device import INTERPRETER_ARCH, DeviceSpec
 from fa_autotune.errors import UnsupportedError
+from fa_autotune.fused_workspace import WIDEST_HEAD_DIM
 from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, AttentionShape, DType, Pass
 from fa_autotune.records import Candidate, CompileForm, Variant
-from fa_autotune.workspace import WIDEST_HEAD_DIM
 
 MIN_TRITON = (3, 6)
 GLUON_TRITONS = ((3, 6), (3, 7))
@@ -172,8 +172,8 @@ def rejection(candidate: Candidate, shape: AttentionShape | None, device: Device
 def default_config(spec: VariantSpec, family: AttentionFamily, arch: str) -> KernelConfig:
     """An untuned config. It fits 64 KB of shared memory, or what their GPUs have: `hopper_ws`, and a backward's through
     descriptors."""
-    if spec.kernel_pass in _ROW_SEEDS:
-        return spec.config(**_ROW_SEEDS[spec.kernel_pass][0])
+    if spec.kernel_pass in _UNTILED_SEEDS:
+        return spec.config(**_UNTILED_SEEDS[spec.kernel_pass][0])
     if spec.kernel_pass is Pass.BWD_FUSED:
         return _fused_seeds(spec, family)[0]
     if spec.variant is Variant.HOPPER_WS:
@@ -195,8 +195,8 @@ def default_config(spec: VariantSpec, family: AttentionFamily, arch: str) -> Ker
 
 def seed_configs(spec: VariantSpec, family: AttentionFamily, arch: str) -> list[KernelConfig]:
     """Configs worth trying first: the default, and tiles that were fast for such head dims."""
-    if spec.kernel_pass in _ROW_SEEDS:
-        return [spec.config(**knobs) for knobs in _ROW_SEEDS[spec.kernel_pass]]
+    if spec.kernel_pass in _UNTILED_SEEDS:
+        return [spec.config(**knobs) for knobs in _UNTILED_SEEDS[spec.kernel_pass]]
     if spec.kernel_pass is Pass.BWD_FUSED:
         return _fused_seeds(spec, family)
     if spec.variant is Variant.HOPPER_WS:
@@ -230,7 +230,7 @@ def seed_configs(spec: VariantSpec, family: AttentionFamily, arch: str) -> list[
     return configs
 
 
-_ROW_SEEDS: dict[Pass, list[dict[str, KnobValue]]] = {  # the default first
+_UNTILED_SEEDS: dict[Pass, list[dict[str, KnobValue]]] = {  # the default first
     Pass.BWD_DELTA: [{"BLOCK_M": m, "num_warps": warps} for m, warps in ((32, 4), (16, 4), (64, 4), (64, 8))],
     Pass.BWD_PREPROCESS: [{"BLOCK_M": m, "num_warps": warps} for m, warps in ((32, 4), (64, 4), (64, 8), (128, 8))],
     Pass.BWD_POSTPROCESS: [{"num_warps": warps} for warps in (4, 8)],

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_autotune.problem import ROW_PASSES, AttentionFamily, AttentionProblem, AttentionShape, Pass
+from fa_autotune.fused_workspace import DQ_LANES, REGISTER_AXES, dq_acc_size, fused_tile, statistics_size, turns_size
+from fa_autotune.problem import KEYLESS_PASSES, AttentionFamily, AttentionProblem, AttentionShape, Pass
 from fa_autotune.reference import TORCH_DTYPES, backward_statistics, seeded_inputs, seeded_output
-from fa_autotune.workspace import DQ_LANES, dq_acc_size, fused_tile, statistics_size, turns_size
 
 LOG2_E = math.log2(math.e)
 
@@ -83,7 +83,7 @@ class Workload:
 
     def arguments(self, outputs: Sequence[Tensor]) -> tuple[Any, ...]:
         """What the kernel is called with."""
-        scalars = () if self.family.kernel_pass in ROW_PASSES else (self.softmax_scale, self.diagonal)
+        scalars = () if self.family.kernel_pass in KEYLESS_PASSES else (self.softmax_scale, self.diagonal)
         return (*self.inputs, *outputs, *scalars)
 
 
@@ -111,7 +111,7 @@ def seeded_workload(
     inputs: tuple[Tensor, ...]
     if kernel_pass is Pass.BWD_POSTPROCESS:
         inputs = (_seeded_dq_acc(problem, device, diagonal, seed, scale),)
-    elif kernel_pass in ROW_PASSES:
+    elif kernel_pass in KEYLESS_PASSES:
         inputs = (seeded_output(family, shape, device=device, seed=seed, scale=scale),)
     else:
         inputs = seeded_inputs(family, shape, device=device, seed=seed, scale=scale)
@@ -173,27 +173,18 @@ def lse_and_delta_of(shape: AttentionShape, statistics: Tensor) -> tuple[Tensor,
     return torch.where(exponent == float("inf"), float("-inf"), exponent / LOG2_E), delta
 
 
-# Axes of a tile in dq_acc, as `workspace.dq_acc_size` names them.
-_REGISTER_AXES = (2, 8, 4, 8, 4, 2, 2)
-
-
 def dq_of_acc(family: AttentionFamily, shape: AttentionShape, dq_acc: Tensor) -> Tensor:
     """dq / softmax_scale, fp32 (batch, q heads, seqlen_q, head_dim), from the order of the accumulators."""
     tile = fused_tile(family)
-    by_register = dq_acc.view(-1, *_REGISTER_AXES)
-    rows_first = by_register.permute(0, *(axis + 1 for axis in _register_order(family)))
+    by_register = dq_acc.view(-1, *REGISTER_AXES)
+    rows_first = by_register.permute(0, *(axis + 1 for axis in fused_tile(family).register_order))
     tiles = rows_first.reshape(shape.batch_size, shape.num_q_heads, -1, tile.columns)
     return tiles[:, :, : shape.seqlen_q, : family.head_dim]
 
 
 def acc_of_dq(family: AttentionFamily, dq: Tensor) -> Tensor:
     """The inverse of `dq_of_acc`, for dq / softmax_scale in whole tiles: (batch, q heads, rows, columns)."""
-    order = _register_order(family)
-    rows_first = dq.reshape(-1, *(_REGISTER_AXES[axis] for axis in order))
+    order = fused_tile(family).register_order
+    rows_first = dq.reshape(-1, *(REGISTER_AXES[axis] for axis in order))
     by_register = rows_first.permute(0, *(order.index(axis) + 1 for axis in range(len(order))))
     return by_register.reshape(-1, DQ_LANES)
-
-
-def _register_order(family: AttentionFamily) -> tuple[int, ...]:
-    """Those axes in the order of rows, then columns; the warpgroups share out the rows, or the columns."""
-    return (0, 2, 5, 3, 1, 4, 6) if fused_tile(family).block_m == 128 else (2, 5, 3, 0, 1, 4, 6)

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from fa_autotune.device import KNOWN_DEVICES, DeviceSpec
 from fa_autotune.problem import (
     FUSED_BACKWARD,
+    KEYLESS_PASSES,
     MAX_HEAD_DIM,
     MIN_HEAD_DIM,
-    ROW_PASSES,
     Access,
     AttentionFamily,
     AttentionProblem,
@@ -36,7 +36,7 @@ def head_dims() -> st.SearchStrategy[int]:
 def families(draw: st.DrawFn, kernel_pass: Pass | None = None) -> AttentionFamily:
     """Families of every pass (or one), dtype, pair of head dims and access that go together."""
     drawn_pass = kernel_pass or draw(st.sampled_from(Pass))
-    has_keys = drawn_pass not in ROW_PASSES
+    has_keys = drawn_pass not in KEYLESS_PASSES
     dtype, head_dim = draw(st.sampled_from(DType)), draw(head_dims())
     head_dim_v = draw(st.one_of(st.just(head_dim), head_dims())) if has_keys else head_dim
     served = Access if strongest_access(dtype, head_dim, head_dim_v) is Access.TMA else [Access.ANY]
@@ -68,7 +68,7 @@ def shapes(draw: st.DrawFn, *, max_seqlen: int = 2**20) -> AttentionShape:
 def problems(draw: st.DrawFn, *, max_seqlen: int = 2**20) -> AttentionProblem:
     """Any family with any shape that it knows."""
     family, shape = draw(families()), draw(shapes(max_seqlen=max_seqlen))
-    if family.kernel_pass in ROW_PASSES:
+    if family.kernel_pass in KEYLESS_PASSES:
         shape = replace(shape, num_kv_heads=shape.num_q_heads, seqlen_k=shape.seqlen_q)
     return AttentionProblem(family=family, shape=shape)
 

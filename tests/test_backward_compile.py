@@ -9,7 +9,7 @@ from strategies import PLAIN_VARIANTS
 from fa_autotune.compiler import CompilePool, CompileRequest, CompileResult
 from fa_autotune.device import KNOWN_DEVICES
 from fa_autotune.generated import write_module
-from fa_autotune.problem import BACKWARD_PASSES, ROW_PASSES, SPLIT_BACKWARD, Access, AttentionFamily, DType, Pass
+from fa_autotune.problem import BACKWARD_PASSES, KEYLESS_PASSES, SPLIT_BACKWARD, Access, AttentionFamily, DType, Pass
 from fa_autotune.records import Candidate, TrialStatus, Variant
 from fa_autotune.render import render
 from fa_autotune.variants import compile_form, default_config, seed_configs, supported_variants, variant_spec
@@ -48,12 +48,12 @@ def make_family(
 
 def make_families(kernel_pass: Pass, arch: str) -> list[AttentionFamily]:
     dtype = DType.FLOAT16 if arch == "sm_75" else DType.BFLOAT16  # Turing multiplies no bfloat16
-    causal = kernel_pass not in ROW_PASSES
+    causal = kernel_pass not in KEYLESS_PASSES
     families = [
         make_family(kernel_pass, 64, causal=causal, dtype=dtype),
         make_family(kernel_pass, 64, dtype=dtype, access=Access.ANY),
     ]
-    if arch in LIKE_SM_80 or kernel_pass in ROW_PASSES:
+    if arch in LIKE_SM_80 or kernel_pass in KEYLESS_PASSES:
         return families
     families += [
         make_family(kernel_pass, 128, dtype=dtype),
@@ -141,7 +141,7 @@ def test_no_backward_goes_through_descriptors_where_they_spill_or_are_not_there(
     "arch", ["sm_90", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_75", "sm_80", "gfx942"))]
 )
 def test_the_fp32_default_compiles_and_passes_all_gates(arch: str, kernel_pass: Pass, compiled: Compile) -> None:
-    family = make_family(kernel_pass, 64, causal=kernel_pass not in ROW_PASSES, dtype=DType.FLOAT32)
+    family = make_family(kernel_pass, 64, causal=kernel_pass not in KEYLESS_PASSES, dtype=DType.FLOAT32)
     candidates = defaults(family, arch, Variant.PORTABLE)
     assert refused(candidates, compiled(candidates, arch, SMALLEST_SMEM_BYTES)) == {}
 

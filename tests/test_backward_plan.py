@@ -15,6 +15,7 @@ from fa_autotune import backward_plan
 from fa_autotune.backward_plan import BackwardCall, FusedBackward, SplitBackward, bind_backward
 from fa_autotune.bound_launch import Launch
 from fa_autotune.dispatch import BackwardWay, Dispatcher
+from fa_autotune.fused_workspace import fused_tile
 from fa_autotune.problem import (
     FUSED_BACKWARD,
     SPLIT_BACKWARD,
@@ -26,7 +27,6 @@ from fa_autotune.problem import (
 from fa_autotune.reference import TORCH_DTYPES, attention_reference, gradients_from_statistics
 from fa_autotune.tensors import access_of
 from fa_autotune.workload import acc_of_dq, bottom_right_diagonal, dq_of_acc, lse_and_delta_of, statistics_of
-from fa_autotune.workspace import fused_tile
 from tests.winners import A100, H200, all_winners, dispatcher
 
 NAN = float("nan")

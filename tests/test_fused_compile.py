@@ -18,7 +18,7 @@ from fa_autotune.compiler import (
     compile_environ,
     resource_report,
 )
-from fa_autotune.constraints import FUSED_BARRIER_BYTES, fused_smem_bytes
+from fa_autotune.constraints import BARRIER_BYTES, fused_smem_bytes
 from fa_autotune.device import KNOWN_DEVICES
 from fa_autotune.generated import write_module
 from fa_autotune.problem import AttentionFamily, DType, Pass
@@ -84,7 +84,7 @@ def failed(candidates: Sequence[Candidate], results: Sequence[CompileResult]) ->
 
 def is_counted_right(candidate: Candidate, result: CompileResult) -> bool:
     counted = fused_smem_bytes(candidate.family)
-    return result.resources is not None and counted - FUSED_BARRIER_BYTES <= result.resources.smem_bytes <= counted
+    return result.resources is not None and counted - BARRIER_BYTES <= result.resources.smem_bytes <= counted
 
 
 QUICK = [

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from fa_autotune.fused_workspace import fused_tile
 from fa_autotune.problem import AttentionFamily, AttentionProblem, Pass
 from fa_autotune.records import AccuracyReport
 from fa_autotune.reference import gradients_from_statistics
 from fa_autotune.verify import UNORDERED_RUNS, Kernel, Probe, probes, verify, verify_sampled
 from fa_autotune.workload import acc_of_dq, dq_of_acc, lse_and_delta_of, seeded_workload, statistics_of
-from fa_autotune.workspace import fused_tile
 
 CPU = torch.device("cpu")
 NAN = float("nan")

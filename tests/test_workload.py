@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fa_autotune.fused_workspace import dq_acc_size
 from fa_autotune.problem import Access, AttentionProblem, Pass
 from fa_autotune.reference import attention_reference, gradients_from_statistics
 from fa_autotune.workload import (
@@ -14,7 +15,6 @@ from fa_autotune.workload import (
     seeded_workload,
     statistics_of,
 )
-from fa_autotune.workspace import dq_acc_size
 
 CPU = torch.device("cpu")
 CALL = AttentionProblem.parse("2x4x2x10x12x16x24,causal")

@@ -12,20 +12,33 @@ STATISTIC_ROWS = 128  # lse and delta of a head are padded to whole blocks of so
 ROWS_PER_TURN = 64  # one counter for each so many query rows: a tile uses that of its first rows
 DQ_LANES = 256  # fp32 values in a row of dq_acc
 WIDEST_HEAD_DIM = 128
+NARROW_HEAD_DIM = 64
+# Of a tile in dq_acc: part (a half of the rows, or of the columns), group of 8 columns, group of 16 rows, row of 8,
+# pair of columns, half of the 16 rows, column of the pair.
+REGISTER_AXES = (2, 8, 4, 8, 4, 2, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedTile:
-    """Rows of queries and of keys in a step of the fused backward, and the columns that head dims are padded to."""
+    """Rows of queries and of keys in a step of the fused backward, the columns that head dims are padded to, and how
+    many of its tiles of queries, of do and of dS are in shared memory."""
 
     block_m: int
     block_n: int
     columns: int
+    q_stages: int = 3  # query rows are held to the end of the step after their own
+    do_stages: int = 2
+    ds_stages: int = 2
+
+    @property
+    def register_order(self) -> tuple[int, ...]:
+        """The axes of REGISTER_AXES by rows, then columns: two warpgroups share out the rows, or the columns."""
+        return (0, 2, 5, 3, 1, 4, 6) if self.block_m == 128 else (2, 5, 3, 0, 1, 4, 6)
 
 
 def fused_tile(family: AttentionFamily) -> FusedTile:
     """The tile of a family, whose wider head dim is at most WIDEST_HEAD_DIM; both are padded to the same columns."""
-    if max(family.head_dim, family.head_dim_v) <= 64:
+    if max(family.head_dim, family.head_dim_v) <= NARROW_HEAD_DIM:
         return FusedTile(block_m=128, block_n=128, columns=64)
     return FusedTile(block_m=64, block_n=128, columns=128)
 
@@ -48,12 +61,9 @@ def dq_acc_size(family: AttentionFamily, shape: AttentionShape) -> tuple[int, in
     Tile number (batch_head · query tiles + query tile) holds block_m · columns values in the order in which the
     accumulators of its two warpgroups lie in registers. As plain tensors, a tile [block_m, columns] is
 
-        values.reshape(2, 8, 4, 8, 4, 2, 2).permute(0, 2, 5, 3, 1, 4, 6).reshape(128, 64)  # columns = 64
-        values.reshape(2, 8, 4, 8, 4, 2, 2).permute(2, 5, 3, 0, 1, 4, 6).reshape(64, 128)  # columns = 128
+        values.reshape(REGISTER_AXES).permute(tile.register_order).reshape(block_m, columns)
 
-    and the axes of the first reshape are: part (a half of the rows, or of the columns), group of 8 columns, group of 16
-    rows, row of 8, pair of columns, half of the 16 rows, column of the pair. A tile that no key block adds to is never
-    written: one whose rows all see no key.
+    A tile that no key block adds to is never written: one whose rows all see no key.
     """
     tile = fused_tile(family)
     tiles = shape.batch_size * shape.num_q_heads * -(-shape.seqlen_q // tile.block_m)
