@@ -28,7 +28,7 @@ from fa_autotune.errors import FaAutotuneError, NoKernelError, UnsupportedError
 from fa_autotune.fused_workspace import dq_padding
 from fa_autotune.misses import MissLog, Store
 from fa_autotune.paths import database_path, pack_paths
-from fa_autotune.problem import FUSED_BACKWARD, SPLIT_BACKWARD, AttentionProblem, AttentionShape, Pass
+from fa_autotune.problem import FUSED_BACKWARD, KEYLESS_PASSES, SPLIT_BACKWARD, AttentionProblem, AttentionShape, Pass
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.snapshot import Snapshot, Source, WinnerRow, load_snapshot
 from fa_autotune.variants import (
@@ -498,9 +498,9 @@ class Dispatcher:
     def backward_choice(self, call: AttentionProblem, *, unordered: bool = False) -> BackwardChoice:
         """Which way computes a call's whole backward.
 
-        Ways whose kernels were all measured on this very shape are compared by time. Else it is the fused way, where
-        kernels serve it and would not work on padding mostly. With `unordered` the fused kernel may add up dq in any
-        order, which counts as a way of its own.
+        Ways that were measured on this very shape are compared by time. Where the fused one was not, it is taken all
+        the same if kernels serve it and would not work on padding mostly. With `unordered` the fused kernel may add up
+        dq in any order, which counts as a way of its own where both orders were measured.
         """
         ways = {
             BackwardWay.FUSED: tuple(call.for_pass(one) for one in FUSED_BACKWARD),
@@ -517,24 +517,30 @@ class Dispatcher:
         if unordered:
             ways[BackwardWay.FUSED_UNORDERED] = (before, call.for_pass(Pass.BWD_FUSED, unordered=True), after)
         times = {way: ms for way, problems in ways.items() if (ms := self._measured_ms(problems)) is not None}
-        if times.keys() - {BackwardWay.SPLIT}:
+        if BackwardWay.FUSED in times:
             told = ", ".join(f"{way} {ms:.4g} ms" for way, ms in times.items())
-            why = "the fastest of those" if len(times) > 1 else "the only one"
-            return choose(
-                min(times, key=lambda way: times[way]), f"{why} whose kernels were all measured on this shape ({told})"
-            )
+            why = "the fastest of those that were" if len(times) > 1 else "the only one that was"
+            missing = "".join(f"; {way} was not" for way in ways if way not in times)
+            fastest = min(times, key=lambda way: times[way])
+            return choose(fastest, f"{why} measured on this shape ({told}){missing}")
         if (padding := dq_padding(fused.family, call.shape)) >= MAX_PADDING:
             return choose(BackwardWay.SPLIT, f"the fused kernel would pad dq to {padding:.1f} times its size")
-        return choose(BackwardWay.FUSED, "a kernel serves it, and not all of its kernels were measured on this shape")
+        return choose(BackwardWay.FUSED, "a kernel serves it, and it was not measured on this shape")
 
     def _measured_ms(self, problems: Sequence[AttentionProblem]) -> float | None:
         """Time of kernels one after another; None if one of them has no winner of that very shape.
 
-        Short kernels were timed in CUDA graphs and long ones by events: the short ones are a few per cent of a way.
+        Those that know no keys are a few per cent of a way: the time on another shape will do for them, or none, and
+        that they were timed in CUDA graphs where long kernels were timed by events.
         """
-        found = [self._decision(problem) for problem in problems]
-        times = [one.median_ms for one in found if isinstance(one, Decision) and one.origin is Origin.EXACT]
-        return math.fsum(ms for ms in times if ms is not None) if len(times) == len(problems) else None
+        times: list[float] = []
+        for problem in problems:
+            found = self._decision(problem)
+            is_short = problem.family.kernel_pass in KEYLESS_PASSES
+            if isinstance(found, NoKernelError) or (found.origin is not Origin.EXACT and not is_short):
+                return None
+            times.append(found.median_ms or 0.0)
+        return math.fsum(times)
 
     def flush_misses(self) -> int:
         """Append the misses so far to the user's database; gives the number of problems. Runs by itself at exit."""
