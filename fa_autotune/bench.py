@@ -32,10 +32,11 @@ from fa_autotune.problem import AttentionProblem, Pass
 from fa_autotune.records import Measurement
 from fa_autotune.reference import seeded_inputs
 from fa_autotune.tensors import BHSD, BOTTOM_RIGHT, FULL, GENERATED, UNORDERED
+from fa_autotune.workload import bottom_right_diagonal
 
 OURS, OURS_UNORDERED = "ours", "ours-unordered"
 
-BACKWARD_FLOPS = 2.5  # of the forward's: the literature counts five matrix products, not the seven that we compute
+BACKWARD_FLOPS = 2.5  # of the forward's: the literature counts five matrix products, also where seven are computed
 
 # (problem, q, k, v) → what computes attention and gives it, and a note; tensors are (batch, heads, seqlen, head_dim).
 Peer = Callable[[AttentionProblem, Tensor, Tensor, Tensor], tuple[Callable[[], Any], str]]
@@ -240,7 +241,7 @@ def _ours(
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     scale = q.shape[3] ** -0.5
-    diagonal = k.shape[2] - q.shape[2] if problem.family.bounded_right else None
+    diagonal = bottom_right_diagonal(problem)
     note = f"{decision.candidate.variant} {config_label(decision.candidate.config)} ({decision.origin})"
     return partial(kernel, q, k, v, out, lse, scale, diagonal), note
 
@@ -312,7 +313,7 @@ def _flex(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[C
 
 @cache
 def _compiled_flex() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415
+    from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415 - imports the compiler
 
     torch._dynamo.config.cache_size_limit = 1000  # one compilation for each shape
     return torch.compile(flex_attention, dynamic=False)

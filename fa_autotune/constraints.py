@@ -12,7 +12,6 @@ from fa_autotune.config import (
     ROWS_PER_WARPGROUP,
     BackwardConfig,
     BwdDeltaConfig,
-    BwdPostprocessConfig,
     ForwardConfig,
     HopperWsBwdConfig,
     HopperWsFwdConfig,
@@ -20,6 +19,7 @@ from fa_autotune.config import (
     Schedule,
     TiledConfig,
     TmaBwdDkDvConfig,
+    UntiledConfig,
 )
 from fa_autotune.device import INTERPRETER_ARCH, DeviceSpec
 from fa_autotune.fused_workspace import NARROW_HEAD_DIM, dq_acc_size, fused_tile
@@ -46,6 +46,7 @@ class Rejected:
 
 # A constraint gives a reason, or None if it holds. The config is of the type that the constrained variant takes; the
 # shape is None where only the family is known.
+BlockedConfig = TiledConfig | HopperWsFwdConfig | HopperWsBwdConfig | BwdDeltaConfig  # all that take rows in blocks
 Check = Callable[[AttentionFamily, AttentionShape | None, Any, DeviceSpec], str | None]
 
 
@@ -110,7 +111,7 @@ def in_flight_smem_bytes(family: AttentionFamily, config: TiledConfig) -> int:
 def whole_smem_bytes(family: AttentionFamily, config: KernelConfig) -> int:
     """What a kernel takes where every tile that it loads lies in shared memory (Hopper): its own and those of every
     stage."""
-    if isinstance(config, BwdDeltaConfig | BwdPostprocessConfig):
+    if isinstance(config, UntiledConfig):
         return 0
     if isinstance(config, HopperWsBwdConfig):
         return fused_smem_bytes(family)
@@ -197,7 +198,7 @@ def threads(
 
 
 def tile_fits_problem(
-    family: AttentionFamily, shape: AttentionShape | None, config: KernelConfig, device: DeviceSpec
+    family: AttentionFamily, shape: AttentionShape | None, config: BlockedConfig, device: DeviceSpec
 ) -> str | None:
     """A tile is not mostly padding."""
     for name, block, length in _blocks_and_lengths(family, shape, config):
@@ -207,18 +208,16 @@ def tile_fits_problem(
 
 
 def _blocks_and_lengths(
-    family: AttentionFamily, shape: AttentionShape | None, config: KernelConfig
+    family: AttentionFamily, shape: AttentionShape | None, config: BlockedConfig
 ) -> list[tuple[str, int, int]]:
     if shape is None:
         return []
-    if isinstance(config, HopperWsBwdConfig | BwdPostprocessConfig):
+    if isinstance(config, HopperWsBwdConfig):
         tile = fused_tile(family)
-        block_m, block_n = tile.block_m, tile.block_n
-    else:
-        block_m, block_n = config.BLOCK_M, getattr(config, "BLOCK_N", 0)
-    found = [("BLOCK_M", block_m, shape.seqlen_q)]
-    if not isinstance(config, BwdDeltaConfig | BwdPostprocessConfig):
-        found.append(("BLOCK_N", block_n, shape.seqlen_k))
+        return [("BLOCK_M", tile.block_m, shape.seqlen_q), ("BLOCK_N", tile.block_n, shape.seqlen_k)]
+    found = [("BLOCK_M", config.BLOCK_M, shape.seqlen_q)]
+    if not isinstance(config, BwdDeltaConfig):
+        found.append(("BLOCK_N", config.BLOCK_N, shape.seqlen_k))
     return found
 
 

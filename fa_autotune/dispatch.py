@@ -375,7 +375,9 @@ def _device_gap(device: DeviceSpec, fingerprint: str) -> float:
 def _defaults(spec: VariantSpec, problem: AttentionProblem, arch: str) -> Iterator[KernelConfig]:
     """The variant's default, then the same with ever smaller tiles, for shapes and devices that it does not fit."""
     base = default_config(spec, problem.family, arch)
-    if isinstance(base, HopperWsFwdConfig | HopperWsBwdConfig | BwdPostprocessConfig):  # tma has smaller tiles
+    if isinstance(
+        base, HopperWsFwdConfig | HopperWsBwdConfig | BwdPostprocessConfig
+    ):  # one tile alone; other kernels have smaller ones
         yield base
         return
     for block_m in _halvings(base.BLOCK_M):

@@ -127,7 +127,8 @@ class KernelPlan:
         if d_out is None:
             d_out = torch.zeros_like(out)
         key = (
-            q.stride(), k.stride(), v.stride(), out.stride(), d_out.stride(), needed, into and into[1].stride(),
+            q.stride(), k.stride(), v.stride(), out.stride(), d_out.stride(), needed,
+            into and into[1].stride(),  # parts of one new tensor, so that one tells of all
             (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | d_out.data_ptr()) & 15,
         )  # fmt: skip
         found = self._backwards.get(key)

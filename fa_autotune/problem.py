@@ -142,7 +142,7 @@ class AttentionFamily:
     @classmethod
     def from_key(cls, key: str) -> Self:
         """Parse a canonical key; InvalidProblemError if it is not exactly one."""
-        return cls(**_family_fields(_parse_key(key, _FAMILY_KEYS, _FAMILY_OPTIONS)))
+        return cls(**_family_fields(_parse_key(key, _FAMILY_KEYS, FAMILY_OPTIONS)))
 
     @property
     def label(self) -> str:
@@ -213,7 +213,7 @@ class AttentionProblem:
     @classmethod
     def from_key(cls, key: str) -> Self:
         """Parse a canonical key; InvalidProblemError if it is not exactly one."""
-        values = _parse_key(key, _FAMILY_KEYS | set(_SHAPE_KEYS), _FAMILY_OPTIONS)
+        values = _parse_key(key, _FAMILY_KEYS | set(_SHAPE_KEYS), FAMILY_OPTIONS)
         shape = AttentionShape(**{name: values.pop(name) for name in _SHAPE_KEYS})
         return cls(family=AttentionFamily(**_family_fields(values)), shape=shape)
 
@@ -394,7 +394,7 @@ _PRODUCTS = {
     Pass.BWD_POSTPROCESS: (0, 0),
 }
 _SHAPE_KEYS = ("batch_size", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_k")
-_FAMILY_OPTIONS = {"unordered"}  # in a key only where it is true
+FAMILY_OPTIONS = {"unordered"}  # in a key only where it is true
 _FAMILY_KEYS = {"pass", "dtype", "head_dim", "head_dim_v", "bounded_right", "access"}
 _SHORT_DTYPES = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32"}
 _LABEL = re.compile(

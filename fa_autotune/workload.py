@@ -177,7 +177,7 @@ def dq_of_acc(family: AttentionFamily, shape: AttentionShape, dq_acc: Tensor) ->
     """dq / softmax_scale, fp32 (batch, q heads, seqlen_q, head_dim), from the order of the accumulators."""
     tile = fused_tile(family)
     by_register = dq_acc.view(-1, *REGISTER_AXES)
-    rows_first = by_register.permute(0, *(axis + 1 for axis in fused_tile(family).register_order))
+    rows_first = by_register.permute(0, *(axis + 1 for axis in tile.register_order))
     tiles = rows_first.reshape(shape.batch_size, shape.num_q_heads, -1, tile.columns)
     return tiles[:, :, : shape.seqlen_q, : family.head_dim]
 

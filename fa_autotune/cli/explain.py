@@ -58,17 +58,10 @@ def explain_command(
     choice = dispatcher.backward_choice(problem, unordered=problem.family.unordered) if backward else None
     decisions = [dispatcher.peek(one) for one in (choice.problems if choice else (problem,))]
     if as_json:
-        notes = {"notes": list(snapshot.notes), "snapshot": snapshot.content_hash, "device": device.name}
         found = [decision.as_json() for decision in decisions]
-        click.echo(
-            json.dumps(
-                {
-                    **({"backward": choice.way, "reason": choice.reason, "kernels": found} if choice else found[0]),
-                    **notes,
-                },
-                indent=2,
-            )
-        )
+        values = {"backward": choice.way, "reason": choice.reason, "kernels": found} if choice else found[0]
+        notes = {"notes": list(snapshot.notes), "snapshot": snapshot.content_hash, "device": device.name}
+        click.echo(json.dumps({**values, **notes}, indent=2))
         return
     if choice:
         say(choice.describe())
