@@ -135,7 +135,7 @@ def tensor_memory(request: CompileRequest, text: CompiledText, resources: Resour
 def spills(request: CompileRequest, text: CompiledText, resources: ResourceReport) -> str | None:
     """The kernel keeps its values in registers; on Hopper it may spill more outside of its loops of matrix products."""
     limit = MAX_SPILL_BYTES
-    if request.variant is Variant.HOPPER_WS:
+    if request.variant.is_gluon:
         is_worth_a_look = resources.spill_bytes > 0
     else:
         is_worth_a_look = request.arch == "sm_90" and limit < resources.spill_bytes <= MAX_SPILL_BYTES_PER_TILE
@@ -159,7 +159,7 @@ def wgmma_serialized(request: CompileRequest, text: CompiledText, resources: Res
 def set_addresses(request: CompileRequest, text: CompiledText, resources: ResourceReport) -> str | None:
     """Matrix products know where their operands are: the assembler may compute an address for two loops ahead of the
     first, and use it also where that one is skipped and with it the computation."""
-    if request.variant is not Variant.HOPPER_WS:
+    if not request.variant.is_gluon:
         return None
     count = products_of_unset_addresses(disassembled(text.binary) or "")
     return f"{count} matrix products take an address from a register that may be unset" if count else None
@@ -184,7 +184,7 @@ def vector_access(request: CompileRequest, text: CompiledText, resources: Resour
     """The aligned form reads units of 16 bytes, or what a small tile has for each thread; tma reads by descriptors."""
     if not text.is_nvidia or request.form is not CompileForm.ALIGNED:
         return None
-    if request.variant in (Variant.TMA, Variant.HOPPER_WS):
+    if request.variant is Variant.TMA or request.variant.is_gluon:
         return None if "cp.async.bulk.tensor" in text.assembly else "no tensor descriptor load was generated"
     tiles = [prod(map(int, m[1].split("x"))) * _WORD_BYTES.get(m[2], 1) for m in _TILE_LOAD.finditer(text.ttgir)]
     if not tiles:

@@ -192,6 +192,33 @@ class HopperWsBwdConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HopperWideBwdConfig:
+    """The same for head dims above 128, with a warpgroup for each gradient; HEADS_PER_GROUP, DIAGONAL_FIRST and
+    EXACT_LENGTHS as in `HopperWsBwdConfig`, and
+
+    DO_STAGES: tiles of do in shared memory.
+    DQ_STAGES: parts of dq, 64 rows by 64 columns, that may lie in shared memory until they are added.
+    """
+
+    HEADS_PER_GROUP: int = 8
+    DIAGONAL_FIRST: bool = False
+    DO_STAGES: int = 1
+    DQ_STAGES: int = 3
+    EXACT_LENGTHS: bool = False
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+    @property
+    def num_warps(self) -> int:
+        """Warps that compute, load or store; Triton is told of the first warpgroup only."""
+        return 14
+
+
+FusedConfig = HopperWsBwdConfig | HopperWideBwdConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BwdPostprocessConfig:
     """dq of what the fused kernel added up: a program per tile of it."""
 
@@ -205,7 +232,7 @@ ForwardConfig = PortableFwdConfig | TmaFwdConfig
 BackwardConfig = PortableBwdDkDvConfig | TmaBwdDkDvConfig | PortableBwdDqConfig | TmaBwdDqConfig
 TiledConfig = ForwardConfig | BackwardConfig  # those with BLOCK_M and BLOCK_N
 UntiledConfig = BwdDeltaConfig | BwdPostprocessConfig  # of passes without matrix products
-KernelConfig = TiledConfig | HopperWsFwdConfig | HopperWsBwdConfig | UntiledConfig
+KernelConfig = TiledConfig | HopperWsFwdConfig | FusedConfig | UntiledConfig
 ConfigT = TypeVar("ConfigT", bound=KernelConfig)
 
 
@@ -302,6 +329,8 @@ _RULES = {
     "STORE_BY_TMA": _TRUE_OR_FALSE,
     "SPLIT_OUTPUTS": _TRUE_OR_FALSE,
     "DIAGONAL_FIRST": _TRUE_OR_FALSE,
+    "DO_STAGES": _Rule(kind=int, words="an integer from 1 to 8", holds=lambda value: 1 <= value <= 8),
+    "DQ_STAGES": _Rule(kind=int, words="an integer from 1 to 8", holds=lambda value: 1 <= value <= 8),
     "SCORES_EARLY": _TRUE_OR_FALSE,
     "SCHEDULE": _Rule(kind=Schedule, words=f"one of: {', '.join(Schedule)}", holds=lambda value: True),
     "CONSUMERS": _Rule(kind=int, words="1, 2 or 3", holds=lambda value: value in (1, 2, 3)),

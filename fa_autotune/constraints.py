@@ -13,6 +13,8 @@ from fa_autotune.config import (
     BackwardConfig,
     BwdDeltaConfig,
     ForwardConfig,
+    FusedConfig,
+    HopperWideBwdConfig,
     HopperWsBwdConfig,
     HopperWsFwdConfig,
     KernelConfig,
@@ -22,7 +24,7 @@ from fa_autotune.config import (
     UntiledConfig,
 )
 from fa_autotune.device import INTERPRETER_ARCH, DeviceSpec
-from fa_autotune.fused_workspace import NARROW_HEAD_DIM, dq_acc_size, fused_tile
+from fa_autotune.fused_workspace import NARROW_HEAD_DIM, PART_COLUMNS, PART_ROWS, dq_acc_size, fused_tile
 from fa_autotune.problem import AttentionFamily, AttentionShape, DType, Pass
 
 MAX_REGISTERS_PER_THREAD = 255
@@ -46,7 +48,7 @@ class Rejected:
 
 # A constraint gives a reason, or None if it holds. The config is of the type that the constrained variant takes; the
 # shape is None where only the family is known.
-BlockedConfig = TiledConfig | HopperWsFwdConfig | HopperWsBwdConfig | BwdDeltaConfig  # all that take rows in blocks
+BlockedConfig = TiledConfig | HopperWsFwdConfig | FusedConfig | BwdDeltaConfig  # all that take rows in blocks
 Check = Callable[[AttentionFamily, AttentionShape | None, Any, DeviceSpec], str | None]
 
 
@@ -113,8 +115,8 @@ def whole_smem_bytes(family: AttentionFamily, config: KernelConfig) -> int:
     stage."""
     if isinstance(config, UntiledConfig):
         return 0
-    if isinstance(config, HopperWsBwdConfig):
-        return fused_smem_bytes(family)
+    if isinstance(config, FusedConfig):
+        return fused_smem_bytes(family, config)
     if isinstance(config, HopperWsFwdConfig):
         return hopper_smem_bytes(family, config)
     owned, streamed = owned_and_streamed(family, config)
@@ -159,12 +161,15 @@ def hopper_smem_bytes(family: AttentionFamily, config: HopperWsFwdConfig) -> int
     return (config.BLOCK_M * columns + ring) * family.dtype.itemsize + BARRIER_BYTES
 
 
-def fused_smem_bytes(family: AttentionFamily) -> int:
+def fused_smem_bytes(family: AttentionFamily, config: FusedConfig) -> int:
     """Shared memory of the fused backward: keys and values, query rows, do, dS, the staged dq, lse and delta."""
     tile = fused_tile(family)
-    rows = 2 * tile.block_n + (tile.q_stages + tile.do_stages) * tile.block_m
-    values = rows * tile.columns + tile.ds_stages * tile.block_m * tile.block_n
-    floats = tile.block_m * tile.columns + 2 * tile.q_stages * tile.block_m
+    do_stages, delta_stages, parts = tile.do_stages, tile.q_stages, tile.parts
+    if isinstance(config, HopperWideBwdConfig):
+        do_stages, delta_stages, parts = config.DO_STAGES, config.DO_STAGES, config.DQ_STAGES
+    rows, v_rows = tile.block_n + tile.q_stages * tile.block_m, tile.block_n + do_stages * tile.block_m
+    values = rows * tile.columns + v_rows * tile.v_columns + tile.ds_stages * tile.block_m * tile.block_n
+    floats = parts * PART_ROWS * PART_COLUMNS + (tile.q_stages + delta_stages) * tile.block_m
     return values * family.dtype.itemsize + 4 * floats + BARRIER_BYTES
 
 
@@ -212,7 +217,7 @@ def _blocks_and_lengths(
 ) -> list[tuple[str, int, int]]:
     if shape is None:
         return []
-    if isinstance(config, HopperWsBwdConfig):
+    if isinstance(config, FusedConfig):
         tile = fused_tile(family)
         return [("BLOCK_M", tile.block_m, shape.seqlen_q), ("BLOCK_N", tile.block_n, shape.seqlen_k)]
     found = [("BLOCK_M", config.BLOCK_M, shape.seqlen_q)]
@@ -256,7 +261,7 @@ def shared_memory(
 
 
 def exact_lengths(
-    family: AttentionFamily, shape: AttentionShape | None, config: TiledConfig | HopperWsBwdConfig, device: DeviceSpec
+    family: AttentionFamily, shape: AttentionShape | None, config: TiledConfig | FusedConfig, device: DeviceSpec
 ) -> str | None:
     """A kernel without ragged masking gets whole blocks."""
     if not config.EXACT_LENGTHS:
@@ -471,7 +476,7 @@ def hopper_registers(
 
 
 def diagonal_first(
-    family: AttentionFamily, shape: AttentionShape | None, config: HopperWsBwdConfig, device: DeviceSpec
+    family: AttentionFamily, shape: AttentionShape | None, config: FusedConfig, device: DeviceSpec
 ) -> str | None:
     """Only a diagonal can be visited first."""
     if config.DIAGONAL_FIRST and not family.bounded_right:
@@ -490,7 +495,7 @@ def scores_early(
 
 
 def addressable_dq(
-    family: AttentionFamily, shape: AttentionShape | None, config: HopperWsBwdConfig, device: DeviceSpec
+    family: AttentionFamily, shape: AttentionShape | None, config: FusedConfig, device: DeviceSpec
 ) -> str | None:
     """Descriptors count rows in 32 bits."""
     if shape is None:
@@ -502,10 +507,10 @@ def addressable_dq(
 
 
 def fused_shared_memory(
-    family: AttentionFamily, shape: AttentionShape | None, config: HopperWsBwdConfig, device: DeviceSpec
+    family: AttentionFamily, shape: AttentionShape | None, config: FusedConfig, device: DeviceSpec
 ) -> str | None:
     """The tiles of every stage fit."""
-    need, limit = fused_smem_bytes(family), device.smem_optin_bytes
+    need, limit = fused_smem_bytes(family, config), device.smem_optin_bytes
     return None if need <= limit else f"needs {need} bytes of shared memory, {device.arch} offers {limit}"
 
 
@@ -568,5 +573,7 @@ FUSED_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
     ("addressable_dq", addressable_dq),
     ("exact_lengths", exact_lengths),
 )
+
+WIDE_CONSTRAINTS = tuple((name, check) for name, check in FUSED_CONSTRAINTS if check is not scores_early)
 
 POSTPROCESS_CONSTRAINTS: tuple[tuple[str, Check], ...] = (("threads", threads),)

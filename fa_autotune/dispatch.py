@@ -17,7 +17,7 @@ from typing import Any
 from fa_autotune.config import (
     BwdDeltaConfig,
     BwdPostprocessConfig,
-    HopperWsBwdConfig,
+    FusedConfig,
     HopperWsFwdConfig,
     KernelConfig,
     config_label,
@@ -376,7 +376,7 @@ def _defaults(spec: VariantSpec, problem: AttentionProblem, arch: str) -> Iterat
     """The variant's default, then the same with ever smaller tiles, for shapes and devices that it does not fit."""
     base = default_config(spec, problem.family, arch)
     if isinstance(
-        base, HopperWsFwdConfig | HopperWsBwdConfig | BwdPostprocessConfig
+        base, HopperWsFwdConfig | FusedConfig | BwdPostprocessConfig
     ):  # one tile alone; other kernels have smaller ones
         yield base
         return

@@ -11,36 +11,55 @@ from fa_autotune.problem import AttentionFamily, AttentionShape
 STATISTIC_ROWS = 128  # lse and delta of a head are padded to whole blocks of so many rows, whatever a tile has
 ROWS_PER_TURN = 64  # one counter for each so many query rows: a tile uses that of its first rows
 DQ_LANES = 256  # fp32 values in a row of dq_acc
-WIDEST_HEAD_DIM = 128
+PART_ROWS = PART_COLUMNS = 64  # of a tile's dq, as one warpgroup holds it and one copy writes it
 NARROW_HEAD_DIM = 64
-# Of a tile in dq_acc: part (a half of the rows, or of the columns), group of 8 columns, group of 16 rows, row of 8,
-# pair of columns, half of the 16 rows, column of the pair.
-REGISTER_AXES = (2, 8, 4, 8, 4, 2, 2)
+WIDEST_SHARED = 128  # head dims up to which two warpgroups share out dk and dv; wider ones have a warpgroup each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedTile:
-    """Rows of queries and of keys in a step of the fused backward, the columns that head dims are padded to, and how
-    many of its tiles of queries, of do and of dS are in shared memory."""
+    """Rows of queries and of keys in a step of the fused backward, the columns that head_dim and head_dim_v are padded
+    to, and how many of its tiles of queries, of do and of dS are in shared memory (do: unless a knob says it)."""
 
     block_m: int
     block_n: int
     columns: int
+    v_columns: int
     q_stages: int = 3  # query rows are held to the end of the step after their own
     do_stages: int = 2
     ds_stages: int = 2
 
     @property
+    def parts(self) -> int:
+        """How many parts the dq of a tile has."""
+        return self.block_m * self.columns // (PART_ROWS * PART_COLUMNS)
+
+    @property
+    def register_axes(self) -> tuple[int, ...]:
+        """Of a tile in dq_acc: part, group of 8 columns, group of 16 rows, row of 8, pair of columns, half of the 16
+        rows, column of the pair."""
+        return (self.parts, 8, 4, 8, 4, 2, 2)
+
+    @property
     def register_order(self) -> tuple[int, ...]:
-        """The axes of REGISTER_AXES by rows, then columns: two warpgroups share out the rows, or the columns."""
-        return (0, 2, 5, 3, 1, 4, 6) if self.block_m == 128 else (2, 5, 3, 0, 1, 4, 6)
+        """The axes of a tile by rows, then columns: parts are made of the rows of a tile, or of its columns."""
+        return (0, 2, 5, 3, 1, 4, 6) if self.block_m > PART_ROWS else (2, 5, 3, 0, 1, 4, 6)
+
+
+def is_wide(family: AttentionFamily) -> bool:
+    """Whether dk and dv each take the registers of a warpgroup."""
+    return max(family.head_dim, family.head_dim_v) > WIDEST_SHARED
 
 
 def fused_tile(family: AttentionFamily) -> FusedTile:
-    """The tile of a family, whose wider head dim is at most WIDEST_HEAD_DIM; both are padded to the same columns."""
+    """The tile of a family. Up to WIDEST_SHARED both head dims are padded to the same columns, above it each to whole
+    parts."""
+    if is_wide(family):
+        columns, v_columns = (-(-dim // PART_COLUMNS) * PART_COLUMNS for dim in (family.head_dim, family.head_dim_v))
+        return FusedTile(block_m=64, block_n=64, columns=columns, v_columns=v_columns, q_stages=2, do_stages=1)
     if max(family.head_dim, family.head_dim_v) <= NARROW_HEAD_DIM:
-        return FusedTile(block_m=128, block_n=128, columns=64)
-    return FusedTile(block_m=64, block_n=128, columns=128)
+        return FusedTile(block_m=128, block_n=128, columns=64, v_columns=64)
+    return FusedTile(block_m=64, block_n=128, columns=128, v_columns=128)
 
 
 def statistics_size(shape: AttentionShape) -> tuple[int, int, int]:
@@ -58,10 +77,10 @@ def turns_size(shape: AttentionShape) -> tuple[int, int]:
 def dq_acc_size(family: AttentionFamily, shape: AttentionShape) -> tuple[int, int]:
     """(rows, DQ_LANES): dq / softmax_scale tile by tile, fp32.
 
-    Tile number (batch_head · query tiles + query tile) holds block_m · columns values in the order in which the
-    accumulators of its two warpgroups lie in registers. As plain tensors, a tile [block_m, columns] is
+    Tile number (batch_head · query tiles + query tile) holds block_m · columns values, part by part in the order in
+    which a warpgroup's accumulators lie in registers. As plain tensors, a tile [block_m, columns] is
 
-        values.reshape(REGISTER_AXES).permute(tile.register_order).reshape(block_m, columns)
+        values.reshape(tile.register_axes).permute(tile.register_order).reshape(block_m, columns)
 
     A tile that no key block adds to is never written: one whose rows all see no key.
     """

@@ -15,6 +15,12 @@ class Variant(StrEnum):
     PORTABLE = "portable"
     TMA = "tma"
     HOPPER_WS = "hopper_ws"
+    HOPPER_WIDE = "hopper_wide"
+
+    @property
+    def is_gluon(self) -> bool:
+        """Whether warps, barriers and asynchronous products were placed by hand."""
+        return self in (Variant.HOPPER_WS, Variant.HOPPER_WIDE)
 
 
 class CompileForm(StrEnum):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from fa_autotune.config import config_key, config_label
 from fa_autotune.constraints import head_dim_pieces
 from fa_autotune.errors import TemplateError
-from fa_autotune.fused_workspace import DQ_LANES, REGISTER_AXES, ROWS_PER_TURN, STATISTIC_ROWS, fused_tile
+from fa_autotune.fused_workspace import DQ_LANES, ROWS_PER_TURN, STATISTIC_ROWS, fused_tile
 from fa_autotune.paths import templates_dir
 from fa_autotune.problem import MAX_HEAD_DIM, DType, Pass
 from fa_autotune.records import Candidate, CompileForm
@@ -81,6 +81,9 @@ def render(candidate: Candidate) -> KernelSource:
     aligned = compile_form(family) is CompileForm.ALIGNED
     last = "" if aligned else "d"
     widest = getattr(config, "HEAD_DIM_PIECE", MAX_HEAD_DIM)
+    tile = fused_tile(family)
+    is_padded = family.kernel_pass is Pass.BWD_FUSED  # to columns that its tile says
+    columns = (tile.columns, tile.v_columns) if is_padded else (family.head_dim, family.head_dim_v)
     try:
         body = (
             _environment()
@@ -88,17 +91,17 @@ def render(candidate: Candidate) -> KernelSource:
             .render(
                 family=family,
                 config=config,
-                qk_pieces=pieces(family.head_dim, widest),
-                v_pieces=pieces(family.head_dim_v, widest),
+                qk_pieces=pieces(columns[0], widest),
+                v_pieces=pieces(columns[1], widest),
                 aligned=aligned,
                 strides={name: axes + last for name, axes in _STRIDES[family.kernel_pass].items()},
                 triton_dtype=_TRITON_DTYPES[family.dtype],
                 itemsize=family.dtype.itemsize,
-                tile=fused_tile(family),
+                tile=tile,
                 statistic_rows=STATISTIC_ROWS,
                 rows_per_turn=ROWS_PER_TURN,
                 dq_lanes=DQ_LANES,
-                register_axes=REGISTER_AXES,
+                register_axes=tile.register_axes,
             )
         )
     except jinja2.TemplateError as error:

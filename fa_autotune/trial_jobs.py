@@ -14,7 +14,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from fa_autotune.config import BwdPostprocessConfig, HopperWsBwdConfig
+from fa_autotune.config import BwdPostprocessConfig, FusedConfig
 from fa_autotune.device import DeviceSpec, Toolchain
 from fa_autotune.fused_workspace import fused_tile
 from fa_autotune.launch import LoadedKernel, live_toolchain
@@ -118,7 +118,7 @@ def verify_job(bench: Bench, built: Built) -> AccuracyReport | Failure:
 def _blocks(candidate: Candidate) -> tuple[int, int]:
     """Rows of queries and of keys that a kernel takes together; those of queries twice where it knows no keys."""
     family, config = candidate.family, candidate.config
-    if isinstance(config, HopperWsBwdConfig | BwdPostprocessConfig):
+    if isinstance(config, FusedConfig | BwdPostprocessConfig):
         tile = fused_tile(family)
         return tile.block_m, tile.block_n
     return config.BLOCK_M, getattr(config, "BLOCK_N", config.BLOCK_M)

@@ -12,6 +12,7 @@ from typing import Any
 from fa_autotune.config import (
     BwdDeltaConfig,
     BwdPostprocessConfig,
+    HopperWideBwdConfig,
     HopperWsBwdConfig,
     HopperWsFwdConfig,
     KernelConfig,
@@ -32,6 +33,7 @@ from fa_autotune.constraints import (
     ONE_KNOB_CHECKS,
     POSTPROCESS_CONSTRAINTS,
     PREPROCESS_CONSTRAINTS,
+    WIDE_CONSTRAINTS,
     Check,
     Rejected,
     canonical_piece,
@@ -43,13 +45,13 @@ from fa_autotune.constraints import (
 )
 from fa_autotune.device import INTERPRETER_ARCH, DeviceSpec
 from fa_autotune.errors import UnsupportedError
-from fa_autotune.fused_workspace import WIDEST_HEAD_DIM
+from fa_autotune.fused_workspace import WIDEST_SHARED, is_wide
 from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, AttentionShape, DType, Pass
 from fa_autotune.records import Candidate, CompileForm, Variant
 
 MIN_TRITON = (3, 6)
 GLUON_TRITONS = ((3, 6), (3, 7))
-_MOST_SPECIALISED_FIRST = (Variant.HOPPER_WS, Variant.TMA, Variant.PORTABLE)
+_MOST_SPECIALISED_FIRST = (Variant.HOPPER_WIDE, Variant.HOPPER_WS, Variant.TMA, Variant.PORTABLE)
 _SMALL_SPACE = 8192  # points that a search may look at one by one before it starts
 _DEFAULT_SMEM_BYTES = 62 * 1024  # 64 KB less what the compiler adds: barriers, layout changes
 
@@ -412,15 +414,17 @@ def _hopper_ws_supports(family: AttentionFamily, arch: str, triton_version: tupl
     return None
 
 
-def _fused_dims(family: AttentionFamily) -> str | None:
-    widest = max(family.head_dim, family.head_dim_v)
-    if widest > WIDEST_HEAD_DIM:
-        return f"the fused backward keeps dk and dv in registers up to head_dim {WIDEST_HEAD_DIM}, not {widest}"
-    return None
-
-
 def _fused_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
-    return _hopper_ws_supports(family, arch, triton_version) or _fused_dims(family)
+    if is_wide(family):
+        widest = max(family.head_dim, family.head_dim_v)
+        return f"its warpgroups share out dk and dv up to head_dim {WIDEST_SHARED}, not {widest}; hopper_wide serves"
+    return _hopper_ws_supports(family, arch, triton_version)
+
+
+def _wide_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
+    if not is_wide(family):
+        return f"it is for head dims above {WIDEST_SHARED}; hopper_ws serves"
+    return _hopper_ws_supports(family, arch, triton_version)
 
 
 def _beside_fused_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
@@ -429,7 +433,7 @@ def _beside_fused_supports(family: AttentionFamily, arch: str, triton_version: t
         return f"it goes with the fused kernel, which is for sm_90, not {arch}"
     if family.dtype is DType.FLOAT32:
         return "it goes with the fused kernel, which multiplies no float32"
-    return _portable_supports(family, arch, triton_version) or _fused_dims(family)
+    return _portable_supports(family, arch, triton_version)
 
 
 def _tma_backward_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
@@ -474,6 +478,14 @@ _FUSED_KNOBS = (
     Knob(name="HEADS_PER_GROUP", values=(1, 2, 4, 8, 16, 32), ordinal=True),
     Knob(name="DIAGONAL_FIRST", values=(False, True)),
     Knob(name="SCORES_EARLY", values=(False, True)),
+    Knob(name="EXACT_LENGTHS", values=(False, True)),
+)
+
+_WIDE_KNOBS = (
+    Knob(name="HEADS_PER_GROUP", values=(1, 2, 4, 8, 16, 32), ordinal=True),
+    Knob(name="DIAGONAL_FIRST", values=(False, True)),
+    Knob(name="DO_STAGES", values=(1, 2)),
+    Knob(name="DQ_STAGES", values=(1, 2, 3)),
     Knob(name="EXACT_LENGTHS", values=(False, True)),
 )
 
@@ -558,6 +570,15 @@ VARIANTS: tuple[VariantSpec, ...] = (
         knobs=_FUSED_KNOBS,
         constraints=FUSED_CONSTRAINTS,
         supports=_fused_supports,
+    ),
+    VariantSpec(
+        kernel_pass=Pass.BWD_FUSED,
+        variant=Variant.HOPPER_WIDE,
+        template="bwd_fused_hopper_wide.py.jinja",
+        config_type=HopperWideBwdConfig,
+        knobs=_WIDE_KNOBS,
+        constraints=WIDE_CONSTRAINTS,
+        supports=_wide_supports,
     ),
     VariantSpec(
         kernel_pass=Pass.BWD_POSTPROCESS,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_autotune.fused_workspace import DQ_LANES, REGISTER_AXES, dq_acc_size, fused_tile, statistics_size, turns_size
+from fa_autotune.fused_workspace import DQ_LANES, dq_acc_size, fused_tile, statistics_size, turns_size
 from fa_autotune.problem import KEYLESS_PASSES, AttentionFamily, AttentionProblem, AttentionShape, Pass
 from fa_autotune.reference import TORCH_DTYPES, backward_statistics, seeded_inputs, seeded_output
 
@@ -176,7 +176,7 @@ def lse_and_delta_of(shape: AttentionShape, statistics: Tensor) -> tuple[Tensor,
 def dq_of_acc(family: AttentionFamily, shape: AttentionShape, dq_acc: Tensor) -> Tensor:
     """dq / softmax_scale, fp32 (batch, q heads, seqlen_q, head_dim), from the order of the accumulators."""
     tile = fused_tile(family)
-    by_register = dq_acc.view(-1, *REGISTER_AXES)
+    by_register = dq_acc.view(-1, *tile.register_axes)
     rows_first = by_register.permute(0, *(axis + 1 for axis in tile.register_order))
     tiles = rows_first.reshape(shape.batch_size, shape.num_q_heads, -1, tile.columns)
     return tiles[:, :, : shape.seqlen_q, : family.head_dim]
@@ -184,7 +184,7 @@ def dq_of_acc(family: AttentionFamily, shape: AttentionShape, dq_acc: Tensor) ->
 
 def acc_of_dq(family: AttentionFamily, dq: Tensor) -> Tensor:
     """The inverse of `dq_of_acc`, for dq / softmax_scale in whole tiles: (batch, q heads, rows, columns)."""
-    order = fused_tile(family).register_order
-    rows_first = dq.reshape(-1, *(REGISTER_AXES[axis] for axis in order))
+    axes, order = fused_tile(family).register_axes, fused_tile(family).register_order
+    rows_first = dq.reshape(-1, *(axes[axis] for axis in order))
     by_register = rows_first.permute(0, *(order.index(axis) + 1 for axis in range(len(order))))
     return by_register.reshape(-1, DQ_LANES)
