@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from fa_autotune.config import config_key, config_label
 from fa_autotune.constraints import head_dim_pieces
 from fa_autotune.errors import TemplateError
-from fa_autotune.fused_workspace import DQ_LANES, ROWS_PER_TURN, STATISTIC_ROWS, fused_tile
+from fa_autotune.fused_workspace import DQ_LANES, PART_COLUMNS, ROWS_PER_TURN, STATISTIC_ROWS, fused_tile
 from fa_autotune.paths import templates_dir
 from fa_autotune.problem import MAX_HEAD_DIM, DType, Pass
 from fa_autotune.records import Candidate, CompileForm
@@ -101,6 +101,7 @@ def render(candidate: Candidate) -> KernelSource:
                 statistic_rows=STATISTIC_ROWS,
                 rows_per_turn=ROWS_PER_TURN,
                 dq_lanes=DQ_LANES,
+                part_columns=PART_COLUMNS,
                 register_axes=tile.register_axes,
             )
         )
