@@ -1,0 +1,391 @@
+"""Runs a generated Gluon module on a CPU: its own functions on torch tensors, with a stand-in for the language module.
+
+Gluon has no interpreter. This one knows what the hopper kernels use: warps that run side by side, mbarriers, descriptors,
+asynchronous products and copies. Warps take turns at random, and copies arrive at random, by a seed; nothing is timed.
+It shows wrong values, and what a GPU would show as a hang or as a race:
+
+* all wait and nothing is on its way;
+* a product or a copy whose operands change before it was waited for, or were never written (NaN);
+* a result that is used before it was waited for, which has no value here.
+
+It knows nothing of layouts, of threads inside a warpgroup, and of the fences between paths to shared memory.
+"""
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAN = float("nan")
+PATIENCE_S = 60.0
+_running = threading.local()
+
+
+class EmulatorError(AssertionError):
+    """What a GPU would show as a hang, a race or rubbish."""
+
+
+@dataclass(eq=False)
+class Agent:
+    """The warps of a partition: a thread that runs while it has the baton, and hands it back where it may wait."""
+
+    program: int
+    work: Callable[[], None]
+    name: str
+    ready: Callable[[], bool] = lambda: True
+    baton: threading.Event = field(default_factory=threading.Event)
+    done: bool = False
+    products: list["Product"] = field(default_factory=list)
+    copies: list["Copy"] = field(default_factory=list)
+
+
+class Machine:
+    """Programs in the order of their numbers, so many side by side, and copies that are on their way."""
+
+    def __init__(self, seed: int, num_sms: int) -> None:
+        self.random = random.Random(seed)
+        self.num_sms = num_sms
+        self.arrivals: list[Callable[[], None]] = []
+        self.back = threading.Event()
+        self.error: BaseException | None = None
+        self.is_over = False
+
+    def run(self, start: Callable[[int], list[Agent]], programs: int) -> None:
+        """`start(program)` gives a program's agents."""
+        agents: list[Agent] = []
+        try:
+            self._take_turns(agents, start, programs)
+        finally:
+            self.is_over = True
+            for agent in agents:  # those that are left after an error
+                agent.baton.set()
+
+    def _take_turns(self, agents: list[Agent], start: Callable[[int], list[Agent]], programs: int) -> None:
+        started = 0
+        while True:
+            agents[:] = [agent for agent in agents if not agent.done]
+            while started < programs and len({agent.program for agent in agents}) < self.num_sms:
+                agents += self._launched(start(started))
+                started += 1
+            if not agents:
+                break
+            able = [agent for agent in agents if agent.ready()]
+            if self.arrivals and (not able or self.random.random() < 0.4):
+                self.arrivals.pop(self.random.randrange(len(self.arrivals)))()
+                continue
+            if not able:
+                raise EmulatorError("hang: " + "; ".join(f"{agent.program} {agent.name}" for agent in agents))
+            self._pass_to(self.random.choice(able))
+        while self.arrivals:
+            self.arrivals.pop()()
+
+    def _launched(self, agents: list[Agent]) -> list[Agent]:
+        for agent in agents:
+            threading.Thread(target=self._body, args=(agent,), daemon=True).start()
+        return agents
+
+    def _body(self, agent: Agent) -> None:
+        _running.agent = agent
+        try:
+            self._take_baton(agent)
+            agent.work()
+        except BaseException as error:  # noqa: BLE001 - raised again by whoever runs the machine
+            self.error = error
+        agent.done = True
+        self.back.set()
+
+    def _pass_to(self, agent: Agent) -> None:
+        agent.baton.set()
+        if not self.back.wait(PATIENCE_S):
+            raise EmulatorError(f"{agent.name} runs on and on")
+        self.back.clear()
+        if self.error is not None:
+            raise self.error
+
+    def wait(self, ready: Callable[[], bool], what: str) -> None:
+        """Hand the baton back until something is so."""
+        agent: Agent = _running.agent
+        agent.ready = ready
+        agent.name = f"{agent.name.split(' waits')[0]} waits for {what}"
+        self.back.set()
+        self._take_baton(agent)
+
+    def _take_baton(self, agent: Agent) -> None:
+        agent.baton.wait()
+        agent.baton.clear()
+        if self.is_over:
+            raise EmulatorError("another agent failed")
+
+
+class Memory:
+    """A view of shared memory."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def index(self, place: int) -> "Memory":
+        return Memory(self.values[place])
+
+    def reshape(self, shape: Sequence[int]) -> "Memory":
+        return Memory(self.values.view(*shape))
+
+    def permute(self, order: Sequence[int]) -> "Memory":
+        return Memory(self.values.permute(*order))
+
+    def slice(self, start: int, length: int, dim: int) -> "Memory":
+        return Memory(self.values.narrow(dim, start, length))
+
+    def load(self, _layout: object) -> Tensor:
+        return self.values.clone()
+
+    def store(self, values: Tensor) -> None:
+        assert values.dtype is self.values.dtype, (values.dtype, self.values.dtype)
+        assert values.shape == self.values.shape, (values.shape, self.values.shape)
+        self.values.copy_(values)
+
+
+class Barrier:
+    """An mbarrier: a phase ends when as many have arrived as it counts, and all bytes that they announced."""
+
+    def __init__(self) -> None:
+        self.count = self.left = self.bytes = self.phase = 0
+
+    def settle(self) -> None:
+        if self.left == 0 and self.bytes == 0:
+            self.phase ^= 1
+            self.left = self.count
+
+
+class Barriers:
+    def __init__(self, number: int) -> None:
+        self.all = [Barrier() for _ in range(number)]
+
+    def index(self, place: int) -> Barrier:
+        return self.all[place]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.nan_to_num(nan=12345.0), other.nan_to_num(nan=12345.0))
+
+
+class Product:
+    """An asynchronous matrix product: has no value until it was waited for."""
+
+    def __init__(self, left: Tensor | Memory, right: Memory, accumulator: "Tensor | Product", use_acc: bool) -> None:
+        self.operands = [one.values if isinstance(one, Memory) else one for one in (left, right)]
+        self.seen = [one.clone() for one in self.operands]
+        self.accumulator, self.use_acc = accumulator, use_acc
+        self.value: Tensor | None = None
+
+    def finish(self) -> None:
+        if not all(map(_same, self.operands, self.seen)):
+            raise EmulatorError("race: an operand changed while its product was computed")
+        accumulator = self.accumulator.value if isinstance(self.accumulator, Product) else self.accumulator
+        assert accumulator is not None
+        product = self.seen[0].double() @ self.seen[1].double()  # in which no order of terms shows
+        self.value = (product + accumulator if self.use_acc else product).float()
+
+
+class Copy:
+    """A copy from shared memory."""
+
+    def __init__(self, source: Tensor) -> None:
+        self.source, self.seen = source, source.clone()
+
+    def finish(self) -> None:
+        if not _same(self.source, self.seen):
+            raise EmulatorError("race: what a copy reads changed before it was waited for")
+
+
+class Pointer:
+    def __init__(self, values: Tensor, place: int = 0) -> None:
+        self.values, self.place = values, place
+
+    def __add__(self, offset: int) -> "Pointer":
+        return Pointer(self.values, self.place + offset)
+
+
+def _window(desc: Any, start: Sequence[int]) -> tuple[Tensor, tuple[slice, ...]]:
+    """The part of a descriptor's tensor that a block at `start` covers, and which part of the block that is."""
+    whole = torch.as_strided(desc.base, desc.shape, desc.strides)
+    inside, covered = [], []
+    for first, size, length in zip(start, desc.block_shape, desc.shape, strict=True):
+        low, high = min(max(first, 0), length), min(max(first + size, 0), length)
+        inside.append(slice(low, high))
+        covered.append(slice(low - first, high - first))
+    return whole[tuple(inside)], tuple(covered)
+
+
+class Emulator:
+    """A module's kernel, called as `launch.LoadedKernel` is."""
+
+    def __init__(self, module: ModuleType, *, owner: int, seed: int = 0, num_sms: int = 3) -> None:
+        self.module, self.owner, self.seed, self.num_sms = module, owner, seed, num_sms
+
+    def __call__(self, *values: Any) -> None:
+        owner: Tensor = values[self.owner]
+        (programs, _, _) = self.module.grid(owner.shape[0], owner.shape[1], owner.shape[2])
+        arguments = [
+            Pointer(one.view(-1)) if isinstance(one, Tensor) else one for one in self.module.arguments(*values)
+        ]
+        machine = Machine(self.seed, self.num_sms)
+        names = _names(self.module, machine)
+        self.seed += 1
+
+        def start(program: int) -> list[Agent]:
+            partitions: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+            names["gl"].warp_specialize = lambda parts, _warps, _registers: partitions.extend(parts)
+            names[self.module.KERNEL.fn.__name__](*arguments)
+            return [
+                Agent(program=program, name=work.__name__, work=lambda work=work, given=given: work(*given))
+                for work, given in partitions
+            ]
+
+        machine.run(start, programs)
+
+
+def _names(module: ModuleType, machine: Machine) -> dict[str, Any]:
+    """What the module's functions find by their names."""
+    names: dict[str, Any] = {"range": range, "__builtins__": __builtins__}
+    for name, value in vars(module).items():
+        if hasattr(value, "value") and type(value).__name__ == "constexpr":
+            names[name] = value.value
+    language = _language(machine)
+    names["DTYPE"] = getattr(torch, str(names["DTYPE"]).replace("bf16", "bfloat16").replace("fp16", "float16"))
+    names.update(
+        gl=language,
+        mbarrier=_mbarrier(machine),
+        tma=_tma(machine),
+        fence_async_shared=lambda: None,
+        partition_barrier=lambda: None,
+        warpgroup_mma=_product,
+        warpgroup_mma_wait=_wait_for_products,
+        async_add_shared_to_global=lambda desc, start, source: _store(desc, start, source, adds=True),
+    )
+    for name, value in vars(module).items():
+        if hasattr(value, "fn") and hasattr(value.fn, "__code__"):
+            names[name] = FunctionType(value.fn.__code__, names)
+    names["uniform"] = lambda number: number
+
+    def read_turn(pointer: Pointer) -> int:
+        machine.wait(lambda: True, "its turn")
+        return int(pointer.values[pointer.place])
+
+    def pass_turn(pointer: Pointer, change: int) -> None:
+        _wait_for_copies(0)
+        pointer.values[pointer.place] += change
+
+    names.update(read_turn=read_turn, pass_turn=pass_turn)
+    return names
+
+
+def _language(machine: Machine) -> SimpleNamespace:
+    def where(condition: Any, one: Any, other: Any) -> Any:
+        if isinstance(condition, Tensor):
+            return torch.where(condition, one, other)
+        return one if condition else other
+
+    def allocate(dtype: Any, shape: Sequence[int], _layout: object) -> Memory | Barriers:
+        if dtype is torch.int64:
+            return Barriers(shape[0])
+        return Memory(torch.full(tuple(shape), NAN, dtype=dtype))
+
+    return SimpleNamespace(
+        float32=torch.float32,
+        int64=torch.int64,
+        minimum=min,
+        maximum=max,
+        where=where,
+        exp2=torch.exp2,
+        static_range=range,
+        zeros=lambda shape, dtype, _layout: torch.zeros(tuple(shape), dtype=dtype),
+        arange=lambda low, high, layout: torch.arange(low, high),
+        reshape=lambda values, shape: values.reshape(tuple(shape)),
+        permute=lambda values, order: values.permute(tuple(order)),
+        convert_layout=lambda values, _layout, assert_trivial=False: values,
+        SliceLayout=lambda _dim, _parent: None,
+        DotOperandLayout=lambda _operand, _parent, _width: None,
+        program_id=lambda _axis: _running.agent.program,
+        allocate_shared_memory=allocate,
+    )
+
+
+def _mbarrier(machine: Machine) -> SimpleNamespace:
+    def init(barrier: Barrier, count: int) -> None:
+        barrier.count = barrier.left = count
+
+    def wait(barrier: Barrier, phase: int) -> None:
+        machine.wait(lambda: barrier.phase != phase, "a barrier")
+
+    def arrive(barrier: Barrier, count: int, pred: bool = True) -> None:
+        if pred:
+            barrier.left -= count
+            assert barrier.left >= 0, "more arrivals than a barrier counts"
+            barrier.settle()
+        machine.wait(lambda: True, "nothing")
+
+    def expect(barrier: Barrier, size: int, pred: bool = True) -> None:
+        if pred:
+            barrier.bytes += size
+            barrier.left -= 1
+            assert barrier.left >= 0, "more arrivals than a barrier counts"
+
+    return SimpleNamespace(init=init, wait=wait, arrive=arrive, expect=expect, MBarrierLayout=lambda: None)
+
+
+def _tma(machine: Machine) -> SimpleNamespace:
+    def load(desc: Any, start: Sequence[int], barrier: Barrier, target: Memory, pred: bool = True) -> None:
+        if not pred:
+            return
+        target.values.fill_(NAN)  # until it arrives, what is there may be anything
+
+        def arrive() -> None:
+            values, covered = _window(desc, start)
+            target.values.zero_()
+            target.values[covered] = values
+            barrier.bytes -= target.values.numel() * target.values.element_size()
+            assert barrier.bytes >= 0, "more bytes than were announced"
+            barrier.settle()
+
+        machine.arrivals.append(arrive)
+
+    return SimpleNamespace(
+        async_copy_global_to_shared=load,
+        async_copy_shared_to_global=lambda desc, start, source: _store(desc, start, source, adds=False),
+        store_wait=_wait_for_copies,
+    )
+
+
+def _store(desc: Any, start: Sequence[int], source: Memory, *, adds: bool) -> None:
+    values, covered = _window(desc, start)
+    found = source.values[covered]
+    values.copy_(values + found if adds else found)
+    _running.agent.copies.append(Copy(source.values))
+
+
+def _wait_for_copies(left: int) -> None:
+    copies: list[Copy] = _running.agent.copies
+    while len(copies) > left:
+        copies.pop(0).finish()
+
+
+def _product(left: Any, right: Memory, accumulator: Any, use_acc: bool = True, is_async: bool = False) -> Product:
+    assert is_async
+    product = Product(left, right, accumulator, use_acc)
+    _running.agent.products.append(product)
+    return product
+
+
+def _wait_for_products(left: int, deps: tuple[Any, ...]) -> Any:
+    products: list[Product] = _running.agent.products
+    while len(products) > left:
+        products.pop(0).finish()
+    found = tuple(
+        one.value if isinstance(one, Product) and one.value is not None else one for one in deps
+    )
+    return found if len(found) > 1 else found[0]
