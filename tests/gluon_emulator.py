@@ -42,6 +42,7 @@ class Agent:
     done: bool = False
     products: list["Product"] = field(default_factory=list)
     copies: list["Copy"] = field(default_factory=list)
+    last_turn: tuple[int, int] | None = None  # which counter it read last, and what that held
 
 
 class Machine:
@@ -273,12 +274,17 @@ def _names(module: ModuleType, machine: Machine) -> dict[str, Any]:
     names["uniform"] = lambda number: number
 
     def read_turn(pointer: Pointer) -> int:
-        machine.wait(lambda: True, "its turn")
-        return int(pointer.values[pointer.place])
+        agent: Agent = _running.agent
+        before = agent.last_turn
+        if before is not None and before[0] == pointer.place:  # it asked before: until something has changed
+            machine.wait(lambda: int(pointer.values[pointer.place]) != before[1], "its turn")
+        agent.last_turn = pointer.place, int(pointer.values[pointer.place])
+        return agent.last_turn[1]
 
     def pass_turn(pointer: Pointer, change: int) -> None:
         _wait_for_copies(0)
         pointer.values[pointer.place] += change
+        _running.agent.last_turn = None
 
     names.update(read_turn=read_turn, pass_turn=pass_turn)
     return names
