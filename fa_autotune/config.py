@@ -85,6 +85,8 @@ class HopperWsFwdConfig:
     num_stages: blocks of keys and values in shared memory; Triton is not told.
     PING_PONG: consumers issue their matrix products in turns.
     PACK_P: P crosses the loop's back edge as pairs of values in one register.
+    OWN_OUT: O is staged in shared memory of its own, not in the query rows', so that the next tile's rows arrive while
+    this tile ends; for a persistent program.
     """
 
     SCHEDULE: Schedule
@@ -96,6 +98,7 @@ class HopperWsFwdConfig:
     HEADS_PER_GROUP: int = 8
     ROW_SUM_LANES: int = 1
     EXACT_LENGTHS: bool = False
+    OWN_OUT: bool = dataclasses.field(default=False, metadata={ADDED_LATER: True})
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -336,6 +339,7 @@ _RULES = {
     "CONSUMERS": _Rule(kind=int, words="1, 2 or 3", holds=lambda value: value in (1, 2, 3)),
     "PING_PONG": _TRUE_OR_FALSE,
     "PACK_P": _TRUE_OR_FALSE,
+    "OWN_OUT": _TRUE_OR_FALSE,
 }
 
 

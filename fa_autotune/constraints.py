@@ -150,12 +150,18 @@ def splits_outputs(config: BackwardConfig) -> bool:
     return isinstance(config, TmaBwdDkDvConfig) and config.SPLIT_OUTPUTS
 
 
+def out_fits_query_rows(family: AttentionFamily) -> bool:
+    """Whether the pieces of O are as wide as the first ones of Q, so that it can be staged in their place."""
+    qk_widths, v_widths = head_dim_pieces(family.head_dim), head_dim_pieces(family.head_dim_v)
+    return qk_widths[: len(v_widths)] == v_widths
+
+
 def hopper_smem_bytes(family: AttentionFamily, config: HopperWsFwdConfig) -> int:
     """Shared memory of a `hopper_ws` kernel: query rows, the ring, and rows of O that do not go through the former."""
     qk_widths, v_widths = head_dim_pieces(family.head_dim), head_dim_pieces(family.head_dim_v)
     pipelined = config.SCHEDULE is Schedule.PIPELINED
     columns = sum(qk_widths) * (2 if pipelined else 1)
-    if pipelined or qk_widths[: len(v_widths)] != v_widths:
+    if pipelined or config.OWN_OUT or not out_fits_query_rows(family):
         columns += sum(v_widths)
     ring = config.num_stages * config.BLOCK_N * (sum(qk_widths) + sum(v_widths))
     return (config.BLOCK_M * columns + ring) * family.dtype.itemsize + BARRIER_BYTES
@@ -439,6 +445,20 @@ def turns(
     return None
 
 
+def own_out(
+    family: AttentionFamily, shape: AttentionShape | None, config: HopperWsFwdConfig, device: DeviceSpec
+) -> str | None:
+    """Query rows that nobody waits for can hold O, and a pipelined program has rows for O in any case."""
+    if config.OWN_OUT and config.SCHEDULE is not Schedule.PERSISTENT:
+        return f"OWN_OUT is for SCHEDULE=persistent, whose next tile waits for the query rows, not {config.SCHEDULE}"
+    if config.OWN_OUT and not out_fits_query_rows(family):
+        return (
+            f"OWN_OUT changes nothing: O of head_dim_v={family.head_dim_v} does not fit the query rows of "
+            f"head_dim={family.head_dim}"
+        )
+    return None
+
+
 def programs_per_sm(
     family: AttentionFamily, shape: AttentionShape | None, config: HopperWsFwdConfig, device: DeviceSpec
 ) -> str | None:
@@ -537,6 +557,7 @@ HOPPER_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
     ("stages_in_flight", stages_in_flight),
     ("packed_probabilities", packed_probabilities),
     ("packed_across_tiles", packed_across_tiles),
+    ("own_out", own_out),
     ("shared_memory", hopper_shared_memory),
     ("programs_per_sm", programs_per_sm),
     ("registers", hopper_registers),

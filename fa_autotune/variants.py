@@ -52,7 +52,7 @@ from fa_autotune.records import Candidate, CompileForm, Variant
 MIN_TRITON = (3, 6)
 GLUON_TRITONS = ((3, 6), (3, 7))
 _MOST_SPECIALISED_FIRST = (Variant.HOPPER_WIDE, Variant.HOPPER_WS, Variant.TMA, Variant.PORTABLE)
-_SMALL_SPACE = 8192  # points that a search may look at one by one before it starts
+_SMALL_SPACE = 16_384  # points that a search may look at one by one before it starts
 _DEFAULT_SMEM_BYTES = 62 * 1024  # 64 KB less what the compiler adds: barriers, layout changes
 
 KnobValue = int | bool | Schedule | None
@@ -296,44 +296,45 @@ def _hopper_seeds(spec: VariantSpec, family: AttentionFamily) -> list[KernelConf
             BLOCK_N=block_n,
             num_stages=stages,
             PING_PONG=ping_pong,
-            HEADS_PER_GROUP=16 if schedule is Schedule.PERSISTENT else 8,
-            ROW_SUM_LANES=1 if schedule is Schedule.PERSISTENT else 8,
+            HEADS_PER_GROUP=16,
+            ROW_SUM_LANES=1 if consumers == 2 else 8,
+            OWN_OUT=own_out,
         )
-        for schedule, consumers, block_n, stages, ping_pong in tiles
+        for schedule, consumers, block_n, stages, ping_pong, own_out in tiles
     ]
 
 
-# SCHEDULE, CONSUMERS, BLOCK_N, num_stages, PING_PONG for head dims up to a width, the default first.
-_HOPPER_SEEDS: list[tuple[int, list[tuple[Schedule, int, int, int, bool]]]] = [
+# SCHEDULE, CONSUMERS, BLOCK_N, num_stages, PING_PONG, OWN_OUT for head dims up to a width, the default first.
+_HOPPER_SEEDS: list[tuple[int, list[tuple[Schedule, int, int, int, bool, bool]]]] = [
     (
         64,
         [
-            (Schedule.SINGLE, 1, 128, 2, False),
-            (Schedule.PERSISTENT, 3, 128, 2, True),
-            (Schedule.TILE, 3, 128, 2, True),
-            (Schedule.PIPELINED, 3, 128, 2, True),
-            (Schedule.PIPELINED, 2, 128, 2, True),
-            (Schedule.PIPELINED, 2, 128, 3, False),
+            (Schedule.SINGLE, 1, 128, 2, False, False),
+            (Schedule.SINGLE, 1, 64, 2, False, False),
+            (Schedule.PERSISTENT, 3, 128, 2, True, True),
+            (Schedule.TILE, 3, 128, 2, True, False),
+            (Schedule.PIPELINED, 3, 128, 2, True, False),
+            (Schedule.PIPELINED, 2, 128, 3, False, False),
         ],
     ),
     (
         128,
         [
-            (Schedule.PIPELINED, 2, 128, 2, False),
-            (Schedule.PERSISTENT, 2, 128, 2, False),
-            (Schedule.PIPELINED, 2, 128, 2, True),
-            (Schedule.PERSISTENT, 2, 128, 2, True),
-            (Schedule.TILE, 2, 128, 2, False),
-            (Schedule.SINGLE, 1, 64, 2, False),
+            (Schedule.PIPELINED, 2, 128, 2, False, False),
+            (Schedule.PIPELINED, 2, 128, 2, True, False),
+            (Schedule.PERSISTENT, 2, 128, 2, False, True),
+            (Schedule.PERSISTENT, 2, 128, 2, True, True),
+            (Schedule.TILE, 2, 128, 2, False, False),
+            (Schedule.SINGLE, 1, 64, 2, False, False),
         ],
     ),
     (
         256,
         [
-            (Schedule.TILE, 2, 64, 2, True),
-            (Schedule.PERSISTENT, 2, 64, 2, True),
-            (Schedule.TILE, 2, 64, 2, False),
-            (Schedule.PERSISTENT, 2, 64, 2, False),
+            (Schedule.TILE, 2, 64, 2, True, False),
+            (Schedule.PERSISTENT, 2, 64, 2, True, False),
+            (Schedule.TILE, 2, 64, 2, False, False),
+            (Schedule.PERSISTENT, 2, 64, 2, False, False),
         ],
     ),
 ]
@@ -464,14 +465,19 @@ _HOPPER_KNOBS = (
     Knob(name="HEADS_PER_GROUP", values=(4, 8, 16, 32), ordinal=True),
     Knob(name="ROW_SUM_LANES", values=(1, 8)),
     Knob(name="EXACT_LENGTHS", values=(False, True)),
+    Knob(name="OWN_OUT", values=(False, True)),
 )
 
 
 def _canonical_hopper(config: HopperWsFwdConfig) -> HopperWsFwdConfig:
     if config.SCHEDULE is Schedule.SINGLE:
-        return replace(config, CONSUMERS=1, PING_PONG=False)
-    pipelined = config.SCHEDULE is Schedule.PIPELINED
-    return replace(config, CONSUMERS=max(2, config.CONSUMERS), PACK_P=config.PACK_P or pipelined)
+        return replace(config, CONSUMERS=1, PING_PONG=False, OWN_OUT=False)
+    return replace(
+        config,
+        CONSUMERS=max(2, config.CONSUMERS),
+        PACK_P=config.PACK_P or config.SCHEDULE is Schedule.PIPELINED,
+        OWN_OUT=config.OWN_OUT and config.SCHEDULE is Schedule.PERSISTENT,
+    )
 
 
 _FUSED_KNOBS = (

@@ -172,6 +172,7 @@ class _Outputs:
 
     def __init__(self, workload: Workload) -> None:
         self.tensors: list[Tensor] = []
+        self._turns_left = False
         self._places: list[tuple[Output, Tensor, int]] = []
         for output in workload.outputs:
             # Whole 16-byte units before the output, so that its pointer keeps the alignment that the family promises.
@@ -185,8 +186,15 @@ class _Outputs:
             if output.adds_up:
                 self.tensors[-1].zero_()
 
+    def set_back(self, turns: Tensor) -> None:
+        """Note turns that a launch did not leave at 0, and set them to 0: the next launch would wait for good."""
+        self._turns_left = bool(turns.any())
+        turns.zero_()
+
     def damage(self) -> Iterator[str]:
-        """What was written outside of the outputs."""
+        """What was written outside of the outputs, or left behind in turns."""
+        if self._turns_left:
+            yield "left turns at another value than 0"
         for output, buffer, margin in self._places:
             untouched = buffer.isnan() if buffer.is_floating_point() else buffer == _poison(output)
             if not (untouched[:margin].all() and untouched[-margin:].all()):
@@ -224,6 +232,8 @@ def _launched(kernel: Kernel, workload: Workload) -> Iterator[_Outputs]:
     for _ in range(UNORDERED_RUNS if workload.family.unordered else 2):
         outputs = _Outputs(workload)
         kernel(*workload.arguments(outputs.tensors))
+        if workload.turns is not None:
+            outputs.set_back(workload.turns)
         yield outputs
 
 

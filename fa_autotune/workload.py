@@ -81,6 +81,11 @@ class Workload:
             for output in self.outputs
         )
 
+    @property
+    def turns(self) -> Tensor | None:
+        """What a fused backward counts in and must leave at 0; None for other passes."""
+        return self.inputs[5] if self.family.kernel_pass is Pass.BWD_FUSED else None
+
     def arguments(self, outputs: Sequence[Tensor]) -> tuple[Any, ...]:
         """What the kernel is called with."""
         scalars = () if self.family.kernel_pass in KEYLESS_PASSES else (self.softmax_scale, self.diagonal)

@@ -297,7 +297,7 @@ def test_gradients_larger_than_2_to_the_31_elements() -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "seqlen", "heads"), [(256, 4096, 4), (128, 4096, 16), (64, 4096, 16), (128, 2**17, 1)]
+    ("head_dim", "seqlen", "heads"), [(256, 4096, 4), (128, 4096, 16), (64, 4096, 16), (128, 2**15, 4), (128, 2**17, 1)]
 )
 def test_memory_beyond_inputs_and_results_grows_with_rows_alone(head_dim: int, seqlen: int, heads: int) -> None:
     q, k, v, d_out = tensors(seqlen, seqlen, batch=2, heads=heads, kv_heads=heads, head_dim=head_dim)

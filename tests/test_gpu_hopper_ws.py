@@ -152,6 +152,8 @@ KERNELS: list[tuple[Schedule, tuple[int, int], dict[str, KnobValue]]] = [
     (Schedule.PIPELINED, (128, 128), {"BLOCK_N": 128}),
     (Schedule.PIPELINED, (128, 128), {"BLOCK_N": 64, "num_stages": 3, "PING_PONG": True}),
     (Schedule.PIPELINED, (192, 128), {}),
+    (Schedule.PERSISTENT, (128, 128), {"BLOCK_N": 128, "OWN_OUT": True}),
+    (Schedule.PERSISTENT, (64, 64), {"CONSUMERS": 3, "BLOCK_N": 128, "PING_PONG": True, "OWN_OUT": True}),
 ]
 every_kernel = pytest.mark.parametrize(
     ("schedule", "head_dims", "knobs"), KERNELS, ids=lambda value: "" if isinstance(value, dict) else str(value)
@@ -355,7 +357,7 @@ def repeated(candidate: Candidate, *, beside: bool) -> int:
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside other work"])
 @pytest.mark.parametrize(
     ("schedule", "head_dims", "knobs"),
-    [KERNELS[0], KERNELS[2], KERNELS[7], KERNELS[9], KERNELS[12], KERNELS[13]],
+    [KERNELS[0], KERNELS[2], KERNELS[7], KERNELS[9], KERNELS[12], KERNELS[13], KERNELS[15]],
     ids=lambda value: "" if isinstance(value, dict) else str(value),
 )
 def test_a_thousand_launches_give_the_same_bits(

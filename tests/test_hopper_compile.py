@@ -129,7 +129,8 @@ OTHERS = [
     make_candidate(Schedule.TILE, (64, 64), CONSUMERS=3, BLOCK_N=128, PING_PONG=True),
     make_candidate(Schedule.PIPELINED, (64, 64), causal=False, CONSUMERS=3, BLOCK_N=128, PING_PONG=True),
     make_candidate(Schedule.PERSISTENT, (64, 64), causal=False, PACK_P=False, EXACT_LENGTHS=True),
-    make_candidate(Schedule.PERSISTENT, (128, 256)),  # O has a buffer of its own
+    make_candidate(Schedule.PERSISTENT, (128, 256)),  # O is wider than the query rows
+    make_candidate(Schedule.PERSISTENT, (128, 128), BLOCK_N=128, OWN_OUT=True),
     make_candidate(Schedule.SINGLE, (40, 40), num_stages=4),
     make_candidate(Schedule.PIPELINED, (64, 64), CONSUMERS=3, num_stages=4),  # with the most barriers
     make_candidate(Schedule.PIPELINED, (80, 72), num_stages=3, EXACT_LENGTHS=True),

@@ -79,6 +79,7 @@ def test_what_is_not_served_gets_a_reason(change: dict, arch: str, triton: tuple
         (NARROW, {"SCHEDULE": Schedule.SINGLE, "CONSUMERS": 1, "PING_PONG": True}, "turns", "two warpgroups"),
         (CAUSAL, {"num_stages": 4}, "stages_in_flight", "num_stages=4 is for head dims up to 64"),
         (CAUSAL, {"PACK_P": False}, "packed_probabilities", "between the loops of a causal kernel"),
+        (CAUSAL, {"OWN_OUT": True}, "own_out", "is for SCHEDULE=persistent"),
         (
             FULL,
             {"SCHEDULE": Schedule.PIPELINED, "PACK_P": False},

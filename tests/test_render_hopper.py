@@ -207,6 +207,7 @@ def hopper_candidates(draw: st.DrawFn) -> Candidate:
         PING_PONG=not single and draw(st.booleans()),
         PACK_P=draw(st.booleans()),
         EXACT_LENGTHS=draw(st.booleans()),
+        OWN_OUT=draw(st.booleans()) and schedule is Schedule.PERSISTENT,
     )
     return replace(
         candidate, family=replace(candidate.family, dtype=draw(st.sampled_from([DType.FLOAT16, DType.BFLOAT16])))

@@ -137,6 +137,13 @@ def test_turns_that_are_left_behind_are_caught() -> None:
     assert any("turns is not 0 everywhere" in text for text in failures)
 
 
+def test_turns_that_a_fused_kernel_leaves_are_caught_and_wait_for_nobody() -> None:
+    family = family_of(Pass.BWD_FUSED)
+    failures = report(spoiled(family, 5, lambda turns: first(turns).fill_(1)), family).failures
+    assert any("left turns at another value than 0" in text for text in failures)
+    assert report(right_fused(family), family).failures == ()  # which checks that it finds them at 0
+
+
 def test_a_padding_row_that_would_count_is_caught() -> None:
     family = family_of(Pass.BWD_PREPROCESS, "full")
     failures = report(spoiled(family, 3, lambda statistics: statistics[0, :, -1].zero_()), family).failures
