@@ -45,6 +45,7 @@ DigestOf = Callable[[Candidate], str]
 # Past this distance the tile that was best there says less than the default.
 MAX_DISTANCE = 8.0
 MAX_PADDING = 2.0  # of dq: with so much and more, a fused backward that nobody measured is not taken
+ZEROS_PER_POSTPROCESSING = 2 / 3  # of its time: an unordered kernel's zeros are 4 of the 6 bytes that it moves
 MAX_REMEMBERED = 16_384  # decisions kept by a Dispatcher; a stream of ever new lengths must not fill memory
 _MAX_SKIPS_TOLD = 4
 _TUNE_COMMAND = "`fa-autotune tune --missed`"
@@ -502,7 +503,8 @@ class Dispatcher:
 
         Ways that were measured on this very shape are compared by time. Where the fused one was not, it is taken all
         the same if kernels serve it and would not work on padding mostly. With `unordered` the fused kernel may add up
-        dq in any order, which counts as a way of its own where both orders were measured.
+        dq in any order, which counts as a way of its own where both orders were measured, with the time for zeros to
+        add to.
         """
         ways = {
             BackwardWay.FUSED: tuple(call.for_pass(one) for one in FUSED_BACKWARD),
@@ -519,6 +521,8 @@ class Dispatcher:
         if unordered:
             ways[BackwardWay.FUSED_UNORDERED] = (before, call.for_pass(Pass.BWD_FUSED, unordered=True), after)
         times = {way: ms for way, problems in ways.items() if (ms := self._measured_ms(problems)) is not None}
+        if BackwardWay.FUSED_UNORDERED in times:
+            times[BackwardWay.FUSED_UNORDERED] += ZEROS_PER_POSTPROCESSING * (self._measured_ms((after,)) or 0.0)
         if BackwardWay.FUSED in times:
             told = ", ".join(f"{way} {ms:.4g} ms" for way, ms in times.items())
             why = "the fastest of those that were" if len(times) > 1 else "the only one that was"

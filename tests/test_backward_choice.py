@@ -133,6 +133,14 @@ def test_an_unordered_winner_is_taken_only_where_it_can_be_compared_with_the_ord
     assert measured.backward(SERVED, unordered=True) == problems_of(FUSED, SERVED)
 
 
+def test_zeros_to_add_to_count_as_time_of_the_unordered_way() -> None:
+    any_order = SERVED.for_pass(Pass.BWD_FUSED, unordered=True)
+    rows = winners_of(SERVED, bwd_preprocess=0.1, bwd_fused=1.0, bwd_postprocess=0.3)
+    for ms, way in ((0.85, FUSED), (0.75, UNORDERED)):  # zeros take 0.2 ms
+        measured = dispatcher(*rows, winner(any_order, plain_config(any_order), median_ms=ms))
+        assert measured.backward(SERVED, unordered=True) == problems_of(way, SERVED)
+
+
 def test_a_choice_says_why() -> None:
     measured = dispatcher(*all_winners(SERVED, fused_ms=3, split_ms=4))
     assert measured.backward_choice(SERVED).describe() == (

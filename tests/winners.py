@@ -13,8 +13,8 @@ from fa_autotune.config import (
     TmaFwdConfig,
 )
 from fa_autotune.device import KNOWN_DEVICES, DeviceSpec
-from fa_autotune.dispatch import Decision, Dispatcher, decide
-from fa_autotune.problem import FUSED_BACKWARD, SPLIT_BACKWARD, AttentionProblem, Pass
+from fa_autotune.dispatch import ZEROS_PER_POSTPROCESSING, Decision, Dispatcher, decide
+from fa_autotune.problem import SPLIT_BACKWARD, AttentionProblem, Pass
 from fa_autotune.records import Candidate, Regime, Variant
 from fa_autotune.snapshot import Snapshot, Source, WinnerRow
 from fa_autotune.variants import default_config, variant_spec
@@ -110,10 +110,12 @@ def winners_of(call: AttentionProblem, **median_ms: float) -> list[WinnerRow]:
 def all_winners(
     call: AttentionProblem, *, fused_ms: float, split_ms: float, unordered_ms: float | None = None
 ) -> list[WinnerRow]:
-    """Winners of all kernels; the times are those of each way's three together."""
-    kernels = {**dict.fromkeys(FUSED_BACKWARD, fused_ms / 3), **dict.fromkeys(SPLIT_BACKWARD, split_ms / 3)}
-    rows = winners_of(call, **kernels)
+    """Winners of all kernels; the times are those of each way's three together, and of zeros for the unordered one."""
+    short_ms = 0.1
+    fused = {Pass.BWD_PREPROCESS: short_ms, Pass.BWD_FUSED: fused_ms - 2 * short_ms, Pass.BWD_POSTPROCESS: short_ms}
+    rows = winners_of(call, **fused, **dict.fromkeys(SPLIT_BACKWARD, split_ms / 3))
     if unordered_ms is not None:
         unordered = call.for_pass(Pass.BWD_FUSED, unordered=True)
-        rows.append(winner(unordered, plain_config(unordered), median_ms=unordered_ms - 2 * fused_ms / 3))
+        alone_ms = unordered_ms - (2 + ZEROS_PER_POSTPROCESSING) * short_ms
+        rows.append(winner(unordered, plain_config(unordered), median_ms=alone_ms))
     return rows
