@@ -71,6 +71,12 @@ def test_what_the_fused_kernel_serves_the_kernels_round_it_serve_too(
     ("problem", "change", "constraint", "says"),
     [
         (FULL, {"DIAGONAL_FIRST": True}, "diagonal_first", "a full family has none"),
+        (
+            AttentionProblem.parse("4x32x8x4096x4096x128,causal,bwd_fused"),
+            {"DIAGONAL_FIRST": True},
+            "diagonal_first",
+            "4 query heads of a kv head miss the L2 cache",
+        ),
         (NARROW, {"SCORES_EARLY": True}, "scores_early", "a tile of 128 query rows spill"),
         (CAUSAL, {"HEADS_PER_GROUP": 64}, "search_space", "HEADS_PER_GROUP=64 is not one of"),
         (
@@ -122,9 +128,10 @@ def test_seeds_pass_and_the_default_is_the_first(problem: AttentionProblem) -> N
     seeds = seed_configs(SPEC, problem.family, "sm_90")
     assert seeds[0] == default_config(SPEC, problem.family, "sm_90")
     assert len(set(seeds)) == len(seeds) >= 4
+    own_keys = replace(problem.shape, num_kv_heads=problem.shape.num_q_heads)
     for config in seeds:
         candidate = Candidate(family=problem.family, variant=Variant.HOPPER_WS, config=config)
-        assert rejection(candidate, problem.shape, H200) is None, config
+        assert rejection(candidate, own_keys, H200) is None, config
 
 
 @pytest.mark.parametrize("problem", [CAUSAL, FULL, NARROW])
