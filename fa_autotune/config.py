@@ -203,7 +203,7 @@ class HopperWideBwdConfig:
     DQ_STAGES: parts of dq, 64 rows by 64 columns, that may lie in shared memory until they are added.
     """
 
-    HEADS_PER_GROUP: int = 8
+    HEADS_PER_GROUP: int = 4
     DIAGONAL_FIRST: bool = False
     DO_STAGES: int = 1
     DQ_STAGES: int = 3

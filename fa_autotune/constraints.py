@@ -30,6 +30,7 @@ from fa_autotune.problem import AttentionFamily, AttentionShape, DType, Pass
 MAX_REGISTERS_PER_THREAD = 255
 WIDEST_TOGETHER = 128  # head dims of dk and dv tiles that one program holds well
 BARRIER_BYTES = 640  # at most, of a `hopper_ws` kernel, forward or backward
+WIDE_BARRIER_BYTES = 896  # of a `hopper_wide` kernel
 MAX_DESCRIPTOR_EXTENT = 2**31 - 1
 RESERVED_SMEM_BYTES = 1024  # of each program, by CUDA
 # What `hopper_ws` kernels leave to all but accumulators, scores and P: addresses, statistics, masks. Less spills.
@@ -170,13 +171,14 @@ def hopper_smem_bytes(family: AttentionFamily, config: HopperWsFwdConfig) -> int
 def fused_smem_bytes(family: AttentionFamily, config: FusedConfig) -> int:
     """Shared memory of the fused backward: keys and values, query rows, do, dS, the staged dq, lse and delta."""
     tile = fused_tile(family)
-    do_stages, delta_stages, parts = tile.do_stages, tile.q_stages, tile.parts
+    do_stages, delta_stages, parts, barriers = tile.do_stages, tile.q_stages, tile.parts, BARRIER_BYTES
     if isinstance(config, HopperWideBwdConfig):
-        do_stages, delta_stages, parts = config.DO_STAGES, config.DO_STAGES, config.DQ_STAGES
+        do_stages = delta_stages = config.DO_STAGES
+        parts, barriers = config.DQ_STAGES, WIDE_BARRIER_BYTES
     rows, v_rows = tile.block_n + tile.q_stages * tile.block_m, tile.block_n + do_stages * tile.block_m
     values = rows * tile.columns + v_rows * tile.v_columns + tile.ds_stages * tile.block_m * tile.block_n
     floats = parts * PART_ROWS * PART_COLUMNS + (tile.q_stages + delta_stages) * tile.block_m
-    return values * family.dtype.itemsize + 4 * floats + BARRIER_BYTES
+    return values * family.dtype.itemsize + 4 * floats + barriers
 
 
 def consumer_registers(family: AttentionFamily, config: HopperWsFwdConfig) -> int:
@@ -296,9 +298,8 @@ def rows_per_warp(
     family: AttentionFamily, shape: AttentionShape | None, config: ForwardConfig, device: DeviceSpec
 ) -> str | None:
     """Warps split the query rows, so that the softmax needs no merge."""
-    per_warp = (
-        4 if multiplies_by_fma(family, device.arch) else 16
-    )  # a matrix instruction covers 16 rows; FMA units any number
+    # A matrix instruction covers 16 rows, FMA units any number.
+    per_warp = 4 if multiplies_by_fma(family, device.arch) else 16
     need = per_warp * config.num_warps
     if need <= config.BLOCK_M:
         return None
@@ -524,9 +525,7 @@ def addressable_dq(
     family: AttentionFamily, shape: AttentionShape | None, config: FusedConfig, device: DeviceSpec
 ) -> str | None:
     """Descriptors count rows in 32 bits."""
-    if shape is None:
-        return None
-    rows, _ = dq_acc_size(family, shape)
+    rows = dq_acc_size(family, shape)[0] if shape else 0
     if rows > MAX_DESCRIPTOR_EXTENT:
         return f"dq_acc has {rows} rows, a descriptor addresses {MAX_DESCRIPTOR_EXTENT}: split the batch"
     return None

@@ -3,7 +3,7 @@
 What a config must keep is in `constraints`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
@@ -46,6 +46,7 @@ from fa_autotune.constraints import (
 from fa_autotune.device import INTERPRETER_ARCH, DeviceSpec
 from fa_autotune.errors import UnsupportedError
 from fa_autotune.fused_workspace import WIDEST_SHARED, is_wide
+from fa_autotune.hopper_seeds import forward_seeds, fused_seeds, wide_seeds
 from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, AttentionShape, DType, Pass
 from fa_autotune.records import Candidate, CompileForm, Variant
 
@@ -172,14 +173,12 @@ def rejection(candidate: Candidate, shape: AttentionShape | None, device: Device
 
 
 def default_config(spec: VariantSpec, family: AttentionFamily, arch: str) -> KernelConfig:
-    """An untuned config. It fits 64 KB of shared memory, or what their GPUs have: `hopper_ws`, and a backward's through
-    descriptors."""
+    """An untuned config. It fits 64 KB of shared memory, or what their GPUs have: kernels in Gluon, and a backward's
+    through descriptors."""
     if spec.kernel_pass in _UNTILED_SEEDS:
         return spec.config(**_UNTILED_SEEDS[spec.kernel_pass][0])
-    if spec.kernel_pass is Pass.BWD_FUSED:
-        return _fused_seeds(spec, family)[0]
-    if spec.variant is Variant.HOPPER_WS:
-        return _hopper_seeds(spec, family)[0]
+    if spec.variant.is_gluon:
+        return _gluon_seeds(spec, family)[0]
     columns = padded_head_dim(family.head_dim) + padded_head_dim(family.head_dim_v)
     if multiplies_by_fma(family, arch):
         owned = 16 if spec.kernel_pass is not Pass.FWD and columns > 256 else 32
@@ -195,14 +194,12 @@ def default_config(spec: VariantSpec, family: AttentionFamily, arch: str) -> Ker
     raise AssertionError(f"no default tile fits {family}")  # 64×16 in one stage fits head dim 256
 
 
-def seed_configs(spec: VariantSpec, family: AttentionFamily, arch: str) -> list[KernelConfig]:
+def seed_configs(spec: VariantSpec, family: AttentionFamily, arch: str) -> Sequence[KernelConfig]:
     """Configs worth trying first: the default, and tiles that were fast for such head dims."""
     if spec.kernel_pass in _UNTILED_SEEDS:
         return [spec.config(**knobs) for knobs in _UNTILED_SEEDS[spec.kernel_pass]]
-    if spec.kernel_pass is Pass.BWD_FUSED:
-        return _fused_seeds(spec, family)
-    if spec.variant is Variant.HOPPER_WS:
-        return _hopper_seeds(spec, family)
+    if spec.variant.is_gluon:
+        return _gluon_seeds(spec, family)
     default = default_config(spec, family, arch)
     wide = 2 * max(padded_head_dim(family.head_dim), padded_head_dim(family.head_dim_v))
     piece = 256
@@ -239,18 +236,10 @@ _UNTILED_SEEDS: dict[Pass, list[dict[str, KnobValue]]] = {  # the default first
 }
 
 
-def _fused_seeds(spec: VariantSpec, family: AttentionFamily) -> list[KernelConfig]:
-    """The order that no length is slow in first; the other one is faster where few or short key blocks make a head."""
-    firsts = (
-        [(8, False), (2, True), (4, False), (2, False), (8, True)]
-        if family.bounded_right
-        else [(8, False), (4, False), (16, False), (2, False)]
-    )
-    return [
-        spec.config(HEADS_PER_GROUP=heads, DIAGONAL_FIRST=first, EXACT_LENGTHS=exact)
-        for exact in (False, True)
-        for heads, first in firsts
-    ]
+def _gluon_seeds(spec: VariantSpec, family: AttentionFamily) -> Sequence[KernelConfig]:
+    if spec.variant is Variant.HOPPER_WIDE:
+        return wide_seeds(family)
+    return fused_seeds(family) if spec.kernel_pass is Pass.BWD_FUSED else forward_seeds(family)
 
 
 _Tile = tuple[int, int, int, int]  # rows that a program owns, rows that its loop brings in, num_warps, num_stages
@@ -281,63 +270,6 @@ _SEEDS_BY_WARP: dict[Pass, list[list[_Tile]]] = {
         [(32, 32, 8, 2), (64, 16, 8, 2), (16, 32, 4, 1)],
     ],
 }
-
-
-def _hopper_seeds(spec: VariantSpec, family: AttentionFamily) -> list[KernelConfig]:
-    """What was fastest for such head dims, long sequences first."""
-    tiles = _HOPPER_SEEDS[-1][1]
-    for widest, candidates in reversed(_HOPPER_SEEDS):
-        if max(padded_head_dim(family.head_dim), padded_head_dim(family.head_dim_v)) <= widest:
-            tiles = candidates
-    return [
-        spec.config(
-            SCHEDULE=schedule,
-            CONSUMERS=consumers,
-            BLOCK_N=block_n,
-            num_stages=stages,
-            PING_PONG=ping_pong,
-            HEADS_PER_GROUP=16,
-            ROW_SUM_LANES=1 if consumers == 2 else 8,
-            OWN_OUT=own_out,
-        )
-        for schedule, consumers, block_n, stages, ping_pong, own_out in tiles
-    ]
-
-
-# SCHEDULE, CONSUMERS, BLOCK_N, num_stages, PING_PONG, OWN_OUT for head dims up to a width, the default first.
-_HOPPER_SEEDS: list[tuple[int, list[tuple[Schedule, int, int, int, bool, bool]]]] = [
-    (
-        64,
-        [
-            (Schedule.SINGLE, 1, 128, 2, False, False),
-            (Schedule.SINGLE, 1, 64, 2, False, False),
-            (Schedule.PERSISTENT, 3, 128, 2, True, True),
-            (Schedule.TILE, 3, 128, 2, True, False),
-            (Schedule.PIPELINED, 3, 128, 2, True, False),
-            (Schedule.PIPELINED, 2, 128, 3, False, False),
-        ],
-    ),
-    (
-        128,
-        [
-            (Schedule.PIPELINED, 2, 128, 2, False, False),
-            (Schedule.PIPELINED, 2, 128, 2, True, False),
-            (Schedule.PERSISTENT, 2, 128, 2, False, True),
-            (Schedule.PERSISTENT, 2, 128, 2, True, True),
-            (Schedule.TILE, 2, 128, 2, False, False),
-            (Schedule.SINGLE, 1, 64, 2, False, False),
-        ],
-    ),
-    (
-        256,
-        [
-            (Schedule.TILE, 2, 64, 2, True, False),
-            (Schedule.PERSISTENT, 2, 64, 2, True, False),
-            (Schedule.TILE, 2, 64, 2, False, False),
-            (Schedule.PERSISTENT, 2, 64, 2, False, False),
-        ],
-    ),
-]
 
 
 def _backward_default(spec: VariantSpec, family: AttentionFamily, arch: str, columns: int) -> _Tile:

@@ -1,8 +1,8 @@
-"""Runs a generated Gluon module on a CPU: its own functions on torch tensors, with a stand-in for the language module.
+"""Runs a generated fused backward on a CPU: its own functions on torch tensors, with stand-ins for what they call.
 
-Gluon has no interpreter. This one knows what the hopper kernels use: warps that run side by side, mbarriers, descriptors,
-asynchronous products and copies. Warps take turns at random, and copies arrive at random, by a seed; nothing is timed.
-It shows wrong values, and what a GPU would show as a hang or as a race:
+Gluon has no interpreter. This one knows what those kernels use: partitions of warps that run side by side, mbarriers,
+descriptors, asynchronous products and copies. Partitions take turns at random and loads arrive at random, by a seed;
+nothing is timed. It shows wrong values, and what a GPU would show as a hang or as a race:
 
 * all wait and nothing is on its way;
 * a product or a copy whose operands change before it was waited for, or were never written (NaN);
@@ -13,8 +13,10 @@ It knows nothing of layouts, of threads inside a warpgroup, and of the fences be
 
 import random
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -22,8 +24,11 @@ import torch
 from torch import Tensor
 
 NAN = float("nan")
-PATIENCE_S = 60.0
-_running = threading.local()
+PATIENCE_S = 60.0  # for a partition that neither ends nor waits
+ARRIVAL_RATE = 0.4  # how often a load that is on its way arrives before a partition goes on
+THREADS_PER_WARPGROUP = 128
+
+_running = threading.local()  # .agent: whose thread it is
 
 
 class EmulatorError(AssertionError):
@@ -35,9 +40,10 @@ class Agent:
     """The warps of a partition: a thread that runs while it has the baton, and hands it back where it may wait."""
 
     program: int
-    work: Callable[[], None]
     name: str
+    work: Callable[[], None]
     ready: Callable[[], bool] = lambda: True
+    waits_for: str = "its start"
     baton: threading.Event = field(default_factory=threading.Event)
     done: bool = False
     products: list["Product"] = field(default_factory=list)
@@ -46,7 +52,7 @@ class Agent:
 
 
 class Machine:
-    """Programs in the order of their numbers, so many side by side, and copies that are on their way."""
+    """A GPU: programs in the order of their numbers, so many side by side, and loads that are on their way."""
 
     def __init__(self, seed: int, num_sms: int) -> None:
         self.random = random.Random(seed)
@@ -57,7 +63,7 @@ class Machine:
         self.is_over = False
 
     def run(self, start: Callable[[int], list[Agent]], programs: int) -> None:
-        """`start(program)` gives a program's agents."""
+        """Run programs to their ends; `start(program)` gives the agents of one."""
         agents: list[Agent] = []
         try:
             self._take_turns(agents, start, programs)
@@ -76,11 +82,12 @@ class Machine:
             if not agents:
                 break
             able = [agent for agent in agents if agent.ready()]
-            if self.arrivals and (not able or self.random.random() < 0.4):
+            if self.arrivals and (not able or self.random.random() < ARRIVAL_RATE):
                 self.arrivals.pop(self.random.randrange(len(self.arrivals)))()
                 continue
             if not able:
-                raise EmulatorError("hang: " + "; ".join(f"{agent.program} {agent.name}" for agent in agents))
+                waiting = (f"{agent.name} of program {agent.program} for {agent.waits_for}" for agent in agents)
+                raise EmulatorError(f"hang: all wait: {'; '.join(waiting)}")
             self._pass_to(self.random.choice(able))
         while self.arrivals:
             self.arrivals.pop()()
@@ -95,6 +102,10 @@ class Machine:
         try:
             self._take_baton(agent)
             agent.work()
+            if agent.copies:
+                raise EmulatorError(
+                    f"race: {agent.name} ends, and with it shared memory, before its copies have read that"
+                )
         except BaseException as error:  # noqa: BLE001 - raised again by whoever runs the machine
             self.error = error
         agent.done = True
@@ -111,8 +122,7 @@ class Machine:
     def wait(self, ready: Callable[[], bool], what: str) -> None:
         """Hand the baton back until something is so."""
         agent: Agent = _running.agent
-        agent.ready = ready
-        agent.name = f"{agent.name.split(' waits')[0]} waits for {what}"
+        agent.ready, agent.waits_for = ready, what
         self.back.set()
         self._take_baton(agent)
 
@@ -153,8 +163,14 @@ class Memory:
 class Barrier:
     """An mbarrier: a phase ends when as many have arrived as it counts, and all bytes that they announced."""
 
-    def __init__(self) -> None:
-        self.count = self.left = self.bytes = self.phase = 0
+    def __init__(self, count: int = 0) -> None:
+        self.count = self.left = count
+        self.bytes = self.phase = 0
+
+    def arrive(self, count: int = 1) -> None:
+        self.left -= count
+        assert self.left >= 0, "more arrivals than a barrier counts"
+        self.settle()
 
     def settle(self) -> None:
         if self.left == 0 and self.bytes == 0:
@@ -163,6 +179,8 @@ class Barrier:
 
 
 class Barriers:
+    """Memory that holds barriers."""
+
     def __init__(self, number: int) -> None:
         self.all = [Barrier() for _ in range(number)]
 
@@ -204,6 +222,8 @@ class Copy:
 
 
 class Pointer:
+    """The address of a value in global memory."""
+
     def __init__(self, values: Tensor, place: int = 0) -> None:
         self.values, self.place = values, place
 
@@ -223,16 +243,15 @@ def _window(desc: Any, start: Sequence[int]) -> tuple[Tensor, tuple[slice, ...]]
 
 
 class Emulator:
-    """A module's kernel, called as `launch.LoadedKernel` is."""
+    """A module's kernel, called as `launch.LoadedKernel` is; every launch takes another seed."""
 
-    def __init__(self, module: ModuleType, *, owner: int, seed: int = 0, num_sms: int = 3) -> None:
-        self.module, self.owner, self.seed, self.num_sms = module, owner, seed, num_sms
+    def __init__(self, module: ModuleType, *, seed: int = 0, num_sms: int = 3) -> None:
+        self.module, self.seed, self.num_sms = module, seed, num_sms
 
-    def __call__(self, *values: Any) -> None:
-        owner: Tensor = values[self.owner]
-        (programs, _, _) = self.module.grid(owner.shape[0], owner.shape[1], owner.shape[2])
+    def __call__(self, q: Tensor, k: Tensor, *others: Any) -> None:
+        (programs, _, _) = self.module.grid(k.shape[0], k.shape[1], k.shape[2])
         arguments = [
-            Pointer(one.view(-1)) if isinstance(one, Tensor) else one for one in self.module.arguments(*values)
+            Pointer(one.view(-1)) if isinstance(one, Tensor) else one for one in self.module.arguments(q, k, *others)
         ]
         machine = Machine(self.seed, self.num_sms)
         names = _names(self.module, machine)
@@ -242,36 +261,45 @@ class Emulator:
             partitions: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
             names["gl"].warp_specialize = lambda parts, _warps, _registers: partitions.extend(parts)
             names[self.module.KERNEL.fn.__name__](*arguments)
-            return [
-                Agent(program=program, name=work.__name__, work=lambda work=work, given=given: work(*given))
-                for work, given in partitions
-            ]
+            return [Agent(program, work.__name__, partial(work, *given)) for work, given in partitions]
 
         machine.run(start, programs)
 
 
 def _names(module: ModuleType, machine: Machine) -> dict[str, Any]:
-    """What the module's functions find by their names."""
-    names: dict[str, Any] = {"range": range, "__builtins__": __builtins__}
+    """What the module's functions find by their names: its numbers, the stand-ins, and each other."""
+    names: dict[str, Any] = {"__builtins__": __builtins__}
     for name, value in vars(module).items():
-        if hasattr(value, "value") and type(value).__name__ == "constexpr":
+        if type(value).__name__ == "constexpr":
             names[name] = value.value
-    language = _language(machine)
-    names["DTYPE"] = getattr(torch, str(names["DTYPE"]).replace("bf16", "bfloat16").replace("fp16", "float16"))
     names.update(
-        gl=language,
+        DTYPE={"bf16": torch.bfloat16, "fp16": torch.float16}[str(names["DTYPE"])],
+        gl=_language(),
         mbarrier=_mbarrier(machine),
         tma=_tma(machine),
         fence_async_shared=lambda: None,
         partition_barrier=lambda: None,
         warpgroup_mma=_product,
-        warpgroup_mma_wait=_wait_for_products,
+        warpgroup_mma_init=lambda accumulator: accumulator,
+        warpgroup_mma_wait=partial(_wait_for_products, machine),
         async_add_shared_to_global=lambda desc, start, source: _store(desc, start, source, adds=True),
     )
     for name, value in vars(module).items():
         if hasattr(value, "fn") and hasattr(value.fn, "__code__"):
             names[name] = FunctionType(value.fn.__code__, names)
-    names["uniform"] = lambda number: number
+    names.update(_assembly(machine, names.get("MEETING_THREADS", 0)))
+    return names
+
+
+def _assembly(machine: Machine, meeting_threads: int) -> dict[str, Callable[..., Any]]:
+    """Functions of a module that are assembly inside."""
+    meetings: dict[int, Barrier] = defaultdict(lambda: Barrier(meeting_threads // THREADS_PER_WARPGROUP))
+
+    def meet() -> None:
+        barrier = meetings[_running.agent.program]
+        phase = barrier.phase
+        barrier.arrive()
+        machine.wait(lambda: barrier.phase != phase, "the other warpgroup")
 
     def read_turn(pointer: Pointer) -> int:
         agent: Agent = _running.agent
@@ -286,11 +314,10 @@ def _names(module: ModuleType, machine: Machine) -> dict[str, Any]:
         pointer.values[pointer.place] += change
         _running.agent.last_turn = None
 
-    names.update(read_turn=read_turn, pass_turn=pass_turn)
-    return names
+    return {"uniform": lambda number: number, "meet": meet, "read_turn": read_turn, "pass_turn": pass_turn}
 
 
-def _language(machine: Machine) -> SimpleNamespace:
+def _language() -> SimpleNamespace:
     def where(condition: Any, one: Any, other: Any) -> Any:
         if isinstance(condition, Tensor):
             return torch.where(condition, one, other)
@@ -330,10 +357,8 @@ def _mbarrier(machine: Machine) -> SimpleNamespace:
 
     def arrive(barrier: Barrier, count: int, pred: bool = True) -> None:
         if pred:
-            barrier.left -= count
-            assert barrier.left >= 0, "more arrivals than a barrier counts"
-            barrier.settle()
-        machine.wait(lambda: True, "nothing")
+            barrier.arrive(count)
+        machine.wait(lambda: True, "nothing")  # others may go on first
 
     def expect(barrier: Barrier, size: int, pred: bool = True) -> None:
         if pred:
@@ -387,11 +412,10 @@ def _product(left: Any, right: Memory, accumulator: Any, use_acc: bool = True, i
     return product
 
 
-def _wait_for_products(left: int, deps: tuple[Any, ...]) -> Any:
+def _wait_for_products(machine: Machine, left: int, deps: tuple[Any, ...]) -> Any:
+    machine.wait(lambda: True, "nothing")  # a product takes its time, others go on
     products: list[Product] = _running.agent.products
     while len(products) > left:
         products.pop(0).finish()
-    found = tuple(
-        one.value if isinstance(one, Product) and one.value is not None else one for one in deps
-    )
+    found = tuple(one.value if isinstance(one, Product) and one.value is not None else one for one in deps)
     return found if len(found) > 1 else found[0]

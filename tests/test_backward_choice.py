@@ -13,6 +13,7 @@ from tests.winners import A100, H200, all_winners, dispatcher, plain_config, win
 
 SPLIT, FUSED, UNORDERED = BackwardWay.SPLIT, BackwardWay.FUSED, BackwardWay.FUSED_UNORDERED
 SERVED = AttentionProblem.parse("4x32x8x4096x4096x128,causal")
+WIDE = AttentionProblem.parse("4x32x8x4096x4096x256,causal")
 
 
 def problems_of(way: BackwardWay, call: AttentionProblem) -> tuple[AttentionProblem, ...]:
@@ -22,10 +23,10 @@ def problems_of(way: BackwardWay, call: AttentionProblem) -> tuple[AttentionProb
 
 
 @pytest.mark.parametrize("unordered", [False, True])
-@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("head_dims", ["40", "64", "128", "136", "256", "64x192", "192x128"])
 @pytest.mark.parametrize("flags", ["bf16", "fp16", "bf16,causal", "fp16,causal"])
-def test_an_untuned_hopper_gpu_goes_the_fused_way_in_order(head_dim: int, flags: str, unordered: bool) -> None:
-    call = AttentionProblem.parse(f"4x32x8x4096x4096x{head_dim},{flags}")
+def test_an_untuned_hopper_gpu_goes_the_fused_way_in_order(head_dims: str, flags: str, unordered: bool) -> None:
+    call = AttentionProblem.parse(f"4x32x8x4096x4096x{head_dims},{flags}")
     assert dispatcher().backward(call, unordered=unordered) == problems_of(FUSED, call)
 
 
@@ -33,21 +34,22 @@ def test_an_untuned_hopper_gpu_goes_the_fused_way_in_order(head_dim: int, flags:
 @pytest.mark.parametrize(
     ("text", "device"),
     [
-        ("4x32x8x4096x4096x256", H200),
-        ("4x32x8x4096x4096x64x192", H200),
         ("4x32x8x4096x4096x64,fp32", H200),
+        ("4x32x8x4096x4096x256,fp32", H200),
         ("4x32x8x4096x4096x64,aligned", H200),
         ("4x32x8x4096x4096x64,any", H200),
         ("4x32x8x4096x4096x64", A100),
+        ("4x32x8x4096x4096x256", A100),
         ("4x32x8x4096x4096x64", INTERPRETER),
     ],
-    ids=["head_dim", "head_dim_v", "fp32", "aligned", "any", "A100", "interpreter"],
+    ids=["fp32", "fp32-wide", "aligned", "any", "A100", "A100-wide", "interpreter"],
 )
 def test_what_no_fused_kernel_serves_goes_the_split_way(text: str, device: DeviceSpec, unordered: bool) -> None:
     call = AttentionProblem.parse(text)
     assert dispatcher(device=device).backward(call, unordered=unordered) == problems_of(SPLIT, call)
 
 
+@pytest.mark.parametrize("call", [SERVED, WIDE], ids=["narrow", "wide"])
 @pytest.mark.parametrize(
     ("fused_ms", "split_ms", "unordered_ms", "ordered", "any_order"),
     [
@@ -60,11 +62,16 @@ def test_what_no_fused_kernel_serves_goes_the_split_way(text: str, device: Devic
     ],
 )
 def test_where_all_kernels_were_measured_the_fastest_way_wins(
-    fused_ms: float, split_ms: float, unordered_ms: float | None, ordered: BackwardWay, any_order: BackwardWay
+    fused_ms: float,
+    split_ms: float,
+    unordered_ms: float | None,
+    ordered: BackwardWay,
+    any_order: BackwardWay,
+    call: AttentionProblem,
 ) -> None:
-    measured = dispatcher(*all_winners(SERVED, fused_ms=fused_ms, split_ms=split_ms, unordered_ms=unordered_ms))
-    assert measured.backward(SERVED) == problems_of(ordered, SERVED)
-    assert measured.backward(SERVED, unordered=True) == problems_of(any_order, SERVED)
+    measured = dispatcher(*all_winners(call, fused_ms=fused_ms, split_ms=split_ms, unordered_ms=unordered_ms))
+    assert measured.backward(call) == problems_of(ordered, call)
+    assert measured.backward(call, unordered=True) == problems_of(any_order, call)
 
 
 def test_the_sum_decides_and_not_the_largest_kernel() -> None:
@@ -112,7 +119,15 @@ def test_only_what_runs_is_missed_and_told(caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.parametrize(
-    "text", ["65536x16x16x16x16x16", "4096x12x12x49x49x32", "8x16x16x4096x4096x32", "1x8x8x60x60x64"]
+    "text",
+    [
+        "65536x16x16x16x16x16",
+        "4096x12x12x49x49x32",
+        "8x16x16x4096x4096x32",
+        "1x8x8x60x60x64",
+        "4x16x16x4096x4096x32x256",
+        "64x8x8x20x20x256",
+    ],
 )
 def test_a_fused_kernel_that_would_work_on_padding_mostly_is_not_taken_unmeasured(text: str) -> None:
     call = AttentionProblem.parse(text)

@@ -142,7 +142,7 @@ def gate(
     def read(binary: bytes) -> str | None:
         assert binary == b"the kernel's"
         assert spill_bytes > 0, "disassembled for nothing"
-        assert variant is Variant.HOPPER_WS or (arch == "sm_90" and 64 < spill_bytes <= 256), "disassembled for nothing"
+        assert variant.is_gluon or (arch == "sm_90" and 64 < spill_bytes <= 256), "disassembled for nothing"
         return sass
 
     monkeypatch.setattr(compiler, "disassembled", read)
@@ -259,7 +259,9 @@ def test_an_address_that_is_set_nowhere_came_with_the_warps_role() -> None:
     assert products_of_unset_addresses(text) == 0
 
 
-@pytest.mark.parametrize(("variant", "is_looked_at"), [(Variant.HOPPER_WS, True), (Variant.TMA, False)])
+@pytest.mark.parametrize(
+    ("variant", "is_looked_at"), [(Variant.HOPPER_WS, True), (Variant.HOPPER_WIDE, True), (Variant.TMA, False)]
+)
 def test_the_gate_says_how_many_products_are_wrong(
     variant: Variant, is_looked_at: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

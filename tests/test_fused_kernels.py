@@ -1,6 +1,6 @@
 """The kernels round the fused backward in Triton's interpreter, and the arithmetic that decides its order on numbers.
 
-Gluon has no interpreter: what the fused kernel itself computes is tested on a GPU.
+Gluon has no interpreter: what the fused kernels themselves compute is tested on a GPU, and by `test_fused_emulated.py`.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fa_autotune.device import INTERPRETER
-from fa_autotune.fused_workspace import DQ_LANES, dq_acc_size, fused_tile, statistics_size, turns_size
+from fa_autotune.fused_workspace import DQ_LANES, dq_acc_size, fused_tile, is_wide, statistics_size, turns_size
 from fa_autotune.generated import candidates_dir, load_module, write_module
 from fa_autotune.launch import install_interpreter_shim, load_kernel
 from fa_autotune.paths import interpreting
@@ -51,7 +51,8 @@ def make_candidate(
         bounded_right=causal,
         access=access or strongest_access(dtype, head_dim, head_dim_v),
     )
-    variant = Variant.HOPPER_WS if kernel_pass is Pass.BWD_FUSED else Variant.PORTABLE
+    fused = Variant.HOPPER_WIDE if is_wide(family) else Variant.HOPPER_WS
+    variant = fused if kernel_pass is Pass.BWD_FUSED else Variant.PORTABLE
     return Candidate(family=family, variant=variant, config=variant_spec(kernel_pass, variant).config(**knobs))
 
 
@@ -154,7 +155,7 @@ def test_statistics_are_read_by_any_strides() -> None:
 
 
 def as_added_up(dq: Tensor, family: AttentionFamily) -> Tensor:
-    """dq_acc that holds dq, value by value as the accumulators of two warpgroups hold it; NaN where dq has nothing."""
+    """dq_acc that holds dq, value by value as a warpgroup's accumulators hold each part; NaN where dq has nothing."""
     tile = fused_tile(family)
     batch_size, heads, seqlen, head_dim = dq.shape
     shape = AttentionShape(batch_size=batch_size, num_q_heads=heads, num_kv_heads=heads, seqlen_q=seqlen, seqlen_k=1)
@@ -163,8 +164,8 @@ def as_added_up(dq: Tensor, family: AttentionFamily) -> Tensor:
     padded = torch.full((batch_size * heads, blocks * tile.block_m, tile.columns), NAN)
     padded[:, :seqlen, :head_dim] = dq.reshape(batch_size * heads, seqlen, head_dim)
     tiles = padded.view(-1, tile.block_m, tile.columns)
-    flat = dq_acc.view(tiles.shape[0], 2, 64 * 64)
-    for part in range(2):
+    flat = dq_acc.view(tiles.shape[0], tile.parts, 64 * 64)
+    for part in range(tile.parts):
         rows = slice(part * 64, part * 64 + 64) if tile.block_m == 128 else slice(0, 64)
         columns = slice(0, 64) if tile.block_m == 128 else slice(part * 64, part * 64 + 64)
         own = tiles[:, rows, columns]
@@ -181,7 +182,17 @@ def as_added_up(dq: Tensor, family: AttentionFamily) -> Tensor:
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v", "access"),
-    [(64, 64, Access.TMA), (40, 8, Access.TMA), (24, 24, Access.ANY), (128, 128, Access.TMA), (64, 96, Access.TMA)],
+    [
+        (64, 64, Access.TMA),
+        (40, 8, Access.TMA),
+        (24, 24, Access.ANY),
+        (128, 128, Access.TMA),
+        (64, 96, Access.TMA),
+        (40, 192, Access.TMA),
+        (96, 136, Access.TMA),
+        (192, 192, Access.TMA),
+        (200, 64, Access.ANY),
+    ],
 )
 def test_dq_is_put_in_order_scaled_and_rounded(head_dim: int, head_dim_v: int, access: Access, causal: bool) -> None:
     candidate = make_candidate(Pass.BWD_POSTPROCESS, head_dim, head_dim_v, causal=causal, access=access, num_warps=4)
@@ -195,7 +206,7 @@ def test_dq_is_put_in_order_scaled_and_rounded(head_dim: int, head_dim_v: int, a
 
 
 @interpreted
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_dq_of_rows_that_see_no_key_is_zero_whatever_was_there(head_dim: int) -> None:
     candidate = make_candidate(Pass.BWD_POSTPROCESS, head_dim, causal=True, num_warps=2)
     dq = torch.ones(1, 1, 300, head_dim)
@@ -213,9 +224,9 @@ Call = Callable[..., Any]
 
 
 @cache
-def scalar_functions(causal: bool, diagonal_first: bool, head_dim: int, heads_per_group: int) -> tuple[Call, int]:
+def scalar_functions(causal: bool, diagonal_first: bool, head_dim: int, heads_per_group: int) -> tuple[Call, int, int]:
     """The scalar functions of a fused kernel, on numbers and with Python's own in place of the language module; and its
-    query rows in a tile."""
+    query rows and keys in a tile."""
     candidate = make_candidate(
         Pass.BWD_FUSED, head_dim, causal=causal, DIAGONAL_FIRST=diagonal_first, HEADS_PER_GROUP=heads_per_group
     )
@@ -227,13 +238,13 @@ def scalar_functions(causal: bool, diagonal_first: bool, head_dim: int, heads_pe
     names.update({name: getattr(module, name).value for name in ("BLOCK_M", "BLOCK_N", "HEADS_PER_GROUP")})
     for name in ("block_of_program", "key_block_of_program", "walk_of", "next_tile", "turn_of", "change_of"):
         names[name] = FunctionType(getattr(module, name).fn.__code__, names)
-    return lambda name, *values: names[name](*values), names["BLOCK_M"]
+    return lambda name, *values: names[name](*values), names["BLOCK_M"], names["BLOCK_N"]
 
 
 @settings(max_examples=200)
 @given(
     order=st.sampled_from([(False, False), (True, False), (True, True)]),
-    head_dim=st.sampled_from([64, 128]),
+    head_dim=st.sampled_from([64, 128, 256]),
     heads_per_group=st.sampled_from([1, 2, 8]),
     lengths=st.tuples(st.integers(1, 700), st.integers(1, 700)),
     diagonal=st.one_of(st.none(), st.just(0), st.integers(-700, 700)),  # None is bottom-right
@@ -248,9 +259,9 @@ def test_every_key_block_that_a_tile_sees_adds_once_in_the_order_in_which_progra
     heads: tuple[int, int],
 ) -> None:
     (causal, diagonal_first), (seqlen_q, seqlen_k), (batch_heads, group) = order, lengths, heads
-    call, block_m = scalar_functions(causal, diagonal_first, head_dim, heads_per_group)
+    call, block_m, block_n = scalar_functions(causal, diagonal_first, head_dim, heads_per_group)
     diagonal = seqlen_k - seqlen_q if diagonal is None else diagonal
-    blocks = -(-seqlen_k // 128)
+    blocks = -(-seqlen_k // block_n)
     parts: dict[tuple[int, int], list[tuple[int, int, int]]] = {}  # (query head, first row) to (block, turn, last turn)
     for program in range(blocks * batch_heads):
         n_block, batch_head = call("key_block_of_program", program, blocks, batch_heads)
@@ -264,7 +275,7 @@ def test_every_key_block_that_a_tile_sees_adds_once_in_the_order_in_which_progra
     for q_head in range(batch_heads * group):
         for start_m in range(0, seqlen_q, block_m):
             last_row = min(start_m + block_m, seqlen_q) - 1
-            seen = [block for block in range(blocks) if not causal or block * 128 <= last_row + diagonal]
+            seen = [block for block in range(blocks) if not causal or block * block_n <= last_row + diagonal]
             counter = 0
             added = parts.pop((q_head, start_m), [])  # as programs start: one may only wait for those before it
             for _, turn, last in added:

@@ -1,16 +1,17 @@
 """The fused backward's three kernels, one after the other, on a Hopper GPU: values, edges, order, repeats.
 
-`pytest -m gpu -n 0`. Gluon has no interpreter, so nothing else runs the fused kernel. Skipped where there is no sm_90.
+`pytest -m gpu -n 0`. Gluon has no interpreter, so nothing else runs the fused kernels as they are. Skipped where there
+is no sm_90.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
 
-from fa_autotune.fused_workspace import dq_acc_size, statistics_size, turns_size
+from fa_autotune.fused_workspace import dq_acc_size, is_wide, statistics_size, turns_size
 from fa_autotune.launch import LoadedKernel, live_device, load_kernel
 from fa_autotune.problem import AttentionFamily, AttentionShape, DType, Pass
 from fa_autotune.records import Candidate, Variant
@@ -19,7 +20,7 @@ from fa_autotune.variants import KnobValue, default_config, variant_spec
 
 pytestmark = pytest.mark.gpu
 
-REPEATS = 50
+REPEATS = 100
 SMALLEST_VALUE = 1e-3  # root mean square of gradients that an error is compared with; some are 0, but for rounding
 LARGEST_ERROR = 8e-3  # relative, of the whole tensor: bfloat16 has 8 bits, and dS is rounded to it
 
@@ -50,9 +51,10 @@ def make_family(
 
 @cache
 def kernel_of(family: AttentionFamily, **knobs: KnobValue) -> LoadedKernel:
-    variant = Variant.HOPPER_WS if family.kernel_pass is Pass.BWD_FUSED else Variant.PORTABLE
+    fused = Variant.HOPPER_WIDE if is_wide(family) else Variant.HOPPER_WS
+    variant = fused if family.kernel_pass is Pass.BWD_FUSED else Variant.PORTABLE
     spec = variant_spec(family.kernel_pass, variant)
-    config = spec.config(**knobs) if knobs else default_config(spec, family, "sm_90")
+    config = replace(default_config(spec, family, "sm_90"), **knobs)  # type: ignore[arg-type]
     return load_kernel(Candidate(family=family, variant=variant, config=config), "sm_90", 0)
 
 
@@ -160,13 +162,15 @@ def make_call(
     return Call(family, shape, bound, bshd)
 
 
+WIDE = [(256, 256), (192, 192), (192, 128), (64, 256), (136, 200)]
+HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128, 256])
 ORDERS = [{"DIAGONAL_FIRST": False}, {"DIAGONAL_FIRST": True}]
 
 
 @pytest.mark.parametrize("unordered", [False, True], ids=["ordered", "unordered"])
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (40, 64), (96, 72), (8, 128)], ids=str)
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (40, 64), (96, 72), (8, 128), *WIDE], ids=str)
 def test_gradients_of_every_width(head_dims: tuple[int, int], causal: bool, dtype: DType, unordered: bool) -> None:
     family = make_family(head_dims, causal=causal, dtype=dtype, unordered=unordered)
     call = make_call(family)
@@ -174,7 +178,7 @@ def test_gradients_of_every_width(head_dims: tuple[int, int], causal: bool, dtyp
         call.check(**knobs)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@HEAD_DIMS
 @pytest.mark.parametrize(
     "lengths", [(1, 1), (64, 64), (130, 130), (333, 333), (1000, 1024), (77, 500), (500, 77)], ids=str
 )
@@ -187,13 +191,13 @@ def test_gradients_of_causal_lengths_and_diagonals(
         call.check(**knobs)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@HEAD_DIMS
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 300), (300, 1), (130, 333), (1024, 1000)], ids=str)
 def test_gradients_of_full_lengths(head_dim: int, lengths: tuple[int, int]) -> None:
     make_call(make_family((head_dim, head_dim), causal=False), (2, 3, 1), lengths).check()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@HEAD_DIMS
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_knobs_keep_every_bit(head_dim: int, causal: bool) -> None:
     """Also heads that straddle waves of programs."""
@@ -205,11 +209,13 @@ def test_knobs_keep_every_bit(head_dim: int, causal: bool) -> None:
     ]
     if head_dim == 128:
         others.append({"SCORES_EARLY": True})
+    if head_dim == 256:
+        others += [{"DQ_STAGES": 1}, {"DQ_STAGES": 2}, {"DO_STAGES": 2, "DQ_STAGES": 1}]
     for knobs in others:
         assert all(map(torch.equal, first, call.gradients(**knobs))), knobs
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@HEAD_DIMS
 @pytest.mark.parametrize(("causal", "diagonal_first"), [(False, False), (True, False), (True, True)])
 def test_a_repeated_launch_gives_the_same_bits_without_new_statistics(
     head_dim: int, causal: bool, diagonal_first: bool
@@ -220,7 +226,21 @@ def test_a_repeated_launch_gives_the_same_bits_without_new_statistics(
         assert all(map(torch.equal, first, call.gradients(DIAGONAL_FIRST=diagonal_first)))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@HEAD_DIMS
+def test_a_launch_beside_other_work_gives_the_same_bits(head_dim: int) -> None:
+    """Programs wait for those before them, which must have started however few fit beside another kernel."""
+    call = make_call(make_family((head_dim, head_dim)), (1, 40, 8), (2000, 2000))
+    first = call.gradients()
+    noise = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    side = torch.cuda.Stream()
+    for _ in range(REPEATS):
+        with torch.cuda.stream(side):
+            for _ in range(4):
+                noise @ noise
+        assert all(map(torch.equal, first, call.gradients()))
+
+
+@HEAD_DIMS
 def test_an_infinite_p_of_keys_that_are_not_there_does_not_reach_dq(head_dim: int) -> None:
     """All scores are far below 0, and so is lse: of a key of zeros P is exp2(-lse), which is infinite."""
     call = make_call(make_family((head_dim, head_dim), causal=False), (1, 2, 2), (100, 100))

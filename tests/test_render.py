@@ -25,7 +25,7 @@ from fa_autotune.paths import templates_dir
 from fa_autotune.problem import Access, AttentionFamily, DType, Pass, strongest_access
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.render import KernelSource, pieces, render
-from fa_autotune.variants import VARIANTS, variant_spec
+from fa_autotune.variants import VARIANTS, VariantSpec, variant_spec
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 UPDATE_VARIABLE = "FA_AUTOTUNE_UPDATE_GOLDEN"
@@ -60,8 +60,10 @@ def make_backward(kernel_pass: Pass, variant: Variant, family: AttentionFamily, 
     return Candidate(family=replace(family, kernel_pass=kernel_pass), variant=variant, config=config)
 
 
-def make_fused(family: AttentionFamily, *, unordered: bool = False, **knobs: int | bool) -> Candidate:
-    candidate = make_backward(Pass.BWD_FUSED, Variant.HOPPER_WS, family, **knobs)
+def make_fused(
+    family: AttentionFamily, *, variant: Variant = Variant.HOPPER_WS, unordered: bool = False, **knobs: int | bool
+) -> Candidate:
+    candidate = make_backward(Pass.BWD_FUSED, variant, family, **knobs)
     return replace(candidate, family=replace(candidate.family, unordered=unordered))
 
 
@@ -69,6 +71,13 @@ def make_candidate(variant: Variant, family: AttentionFamily | None = None, **kn
     tile = HOPPER_TILE if variant is Variant.HOPPER_WS else TILE
     config = variant_spec(Pass.FWD, variant).config(**{**tile, **knobs})  # type: ignore[arg-type]
     return Candidate(family=family or make_family(), variant=variant, config=config)
+
+
+def first_candidate(spec: VariantSpec) -> Candidate:
+    """One of a variant, at a head dim that every pass and variant knows."""
+    if spec.kernel_pass is Pass.FWD:
+        return make_candidate(spec.variant, make_family(head_dim=256))
+    return make_backward(spec.kernel_pass, spec.variant, make_family(head_dim=256))
 
 
 GOLDEN_CASES = {
@@ -140,6 +149,20 @@ GOLDEN_CASES = {
     ),
     "bwd_fused_hopper_ws/bf16_d64_full_unordered": make_fused(make_family(), unordered=True),
     "bwd_fused_hopper_ws/bf16_d64_full_exact": make_fused(make_family(), EXACT_LENGTHS=True, HEADS_PER_GROUP=1),
+    "bwd_fused_hopper_wide/bf16_d256_causal_diagonal_first": make_fused(
+        make_family(head_dim=256, causal=True), variant=Variant.HOPPER_WIDE, HEADS_PER_GROUP=2, DIAGONAL_FIRST=True
+    ),
+    "bwd_fused_hopper_wide/fp16_d192_v128_full_unordered_exact": make_fused(
+        make_family(DType.FLOAT16, 192, 128),
+        variant=Variant.HOPPER_WIDE,
+        unordered=True,
+        DO_STAGES=2,
+        DQ_STAGES=1,
+        EXACT_LENGTHS=True,
+    ),
+    "bwd_postprocess_portable/bf16_d192_full": make_backward(
+        Pass.BWD_POSTPROCESS, Variant.PORTABLE, make_family(head_dim=192)
+    ),
     "bwd_postprocess_portable/bf16_d128_causal": make_backward(
         Pass.BWD_POSTPROCESS, Variant.PORTABLE, make_family(head_dim=128, causal=True)
     ),
@@ -288,11 +311,11 @@ def aligned(candidate: Candidate) -> bool:
     return candidate.family.access is Access.TMA
 
 
-@pytest.mark.parametrize("variant", Variant)
-def test_every_knob_changes_the_kernel(variant: Variant) -> None:
+@pytest.mark.parametrize("spec", VARIANTS, ids=lambda spec: f"{spec.kernel_pass}-{spec.variant}")
+def test_every_knob_changes_the_kernel(spec: VariantSpec) -> None:
     """A knob that changed nothing would have the same kernel searched twice."""
-    one = make_candidate(variant, make_family(head_dim=256))
-    for knob in variant_spec(one.family.kernel_pass, variant).knobs:
+    one = first_candidate(spec)
+    for knob in spec.knobs:
         others = [replace(one, config=replace(one.config, **{knob.name: value})) for value in knob.values]
         assert len({render(other).digest for other in others}) == len(knob.values), knob.name
 
@@ -516,8 +539,10 @@ def test_a_missing_template_names_its_folder(templates: Path) -> None:
         render(make_candidate(Variant.PORTABLE))
 
 
-@pytest.mark.parametrize("variant", Variant)
-def test_a_config_of_another_variant_is_refused(variant: Variant) -> None:
-    other = Variant.TMA if variant is Variant.PORTABLE else Variant.PORTABLE
-    with pytest.raises(TemplateError, match=f"no config of the {other} variant"):
-        render(replace(make_candidate(variant), variant=other))
+@pytest.mark.parametrize("spec", VARIANTS, ids=lambda spec: f"{spec.kernel_pass}-{spec.variant}")
+def test_a_config_of_another_variant_is_refused(spec: VariantSpec) -> None:
+    one = first_candidate(spec)
+    others = [other for other in VARIANTS if other.kernel_pass is spec.kernel_pass and other is not spec]
+    for other in others:
+        with pytest.raises(TemplateError, match=f"no config of the {other.variant} variant"):
+            render(replace(one, variant=other.variant))

@@ -171,7 +171,8 @@ def test_the_default_is_measured_and_its_ratio_reported(database):
 
 def test_each_variant_that_ran_gets_a_winner(database):
     run([LONG], ReplayEvaluator(LANDSCAPE), database)
-    assert {winner.candidate.variant for winner in database.winners()} == set(Variant)
+    served = {spec.variant for spec in supported_variants(LONG.family, H200.arch, (3, 7))}
+    assert {winner.candidate.variant for winner in database.winners()} == served > {Variant.PORTABLE}
 
 
 def test_only_the_variants_asked_for_are_searched(database):

@@ -122,7 +122,7 @@ def test_the_default_passes_every_constraint_of_every_gpu(
     pair: tuple[VariantSpec, AttentionFamily], device: DeviceSpec
 ) -> None:
     spec, family = pair
-    assume(spec.variant is not Variant.HOPPER_WS or spec.supports(family, device.arch, (3, 7)) is None)
+    assume(not spec.variant.is_gluon or spec.supports(family, device.arch, (3, 7)) is None)
     candidate = Candidate(family=family, variant=spec.variant, config=default_config(spec, family, device.arch))
     assert rejection(candidate, None, device) is None
 
@@ -132,9 +132,9 @@ def test_the_default_fits_64_kilobytes_or_what_the_gpus_of_its_variant_have(
     pair: tuple[VariantSpec, AttentionFamily], device: DeviceSpec
 ) -> None:
     spec, family = pair
-    assume(spec.variant is not Variant.HOPPER_WS or spec.supports(family, H200.arch, (3, 7)) is None)
+    assume(not spec.variant.is_gluon or spec.supports(family, H200.arch, (3, 7)) is None)
     backward_by_descriptors = spec.variant is Variant.TMA and spec.kernel_pass is not Pass.FWD
-    large = backward_by_descriptors or spec.variant is Variant.HOPPER_WS
+    large = backward_by_descriptors or spec.variant.is_gluon
     limit = H200.smem_optin_bytes if large else 64 * 1024
     assert whole_smem_bytes(family, default_config(spec, family, device.arch)) <= limit
 

@@ -92,6 +92,7 @@ FAMILIES = [
     family_of(Pass.BWD_PREPROCESS, "full"),
     *(family_of(Pass.BWD_FUSED, flags) for flags in ("full", "causal", "causal,unordered")),
     family_of(Pass.BWD_FUSED, "causal", 72),
+    family_of(Pass.BWD_FUSED, "causal", 136),
     family_of(Pass.BWD_POSTPROCESS, "full"),
     family_of(Pass.BWD_POSTPROCESS),
 ]

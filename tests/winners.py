@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fa_autotune.config import (
+    HopperWideBwdConfig,
     HopperWsBwdConfig,
     HopperWsFwdConfig,
     KernelConfig,
@@ -14,6 +15,7 @@ from fa_autotune.config import (
 )
 from fa_autotune.device import KNOWN_DEVICES, DeviceSpec
 from fa_autotune.dispatch import ZEROS_PER_POSTPROCESSING, Decision, Dispatcher, decide
+from fa_autotune.fused_workspace import is_wide
 from fa_autotune.problem import SPLIT_BACKWARD, AttentionProblem, Pass
 from fa_autotune.records import Candidate, Regime, Variant
 from fa_autotune.snapshot import Snapshot, Source, WinnerRow
@@ -40,7 +42,8 @@ def plain_config(problem: AttentionProblem) -> KernelConfig:
     kernel_pass = problem.family.kernel_pass
     if kernel_pass is Pass.FWD:
         return PORTABLE
-    variant = Variant.HOPPER_WS if kernel_pass is Pass.BWD_FUSED else Variant.PORTABLE
+    fused = Variant.HOPPER_WIDE if is_wide(problem.family) else Variant.HOPPER_WS
+    variant = fused if kernel_pass is Pass.BWD_FUSED else Variant.PORTABLE
     return default_config(variant_spec(kernel_pass, variant), problem.family, H200.arch)
 
 
@@ -72,6 +75,8 @@ def variant_of(config: KernelConfig) -> Variant:
     """The variant whose config it is."""
     if isinstance(config, HopperWsFwdConfig | HopperWsBwdConfig):
         return Variant.HOPPER_WS
+    if isinstance(config, HopperWideBwdConfig):
+        return Variant.HOPPER_WIDE
     return Variant.TMA if type(config).__name__.startswith("Tma") else Variant.PORTABLE
 
 
