@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fa_autotune.bound_launch import Launch, bind
 from fa_autotune.dispatch import BackwardWay
+from fa_autotune.features import NO_FEATURES, Features
 from fa_autotune.fused_workspace import dq_acc_size, statistics_size, turns_size
 from fa_autotune.live_kernels import dispatcher_of, kernel_for
 from fa_autotune.problem import KEYLESS_PASSES, Access, AttentionProblem, Pass
@@ -31,8 +32,8 @@ class Backward(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardCall:
-    """A kind of backward: the forward's problem, the index of its GPU (negative: the interpreter's), its scalars, and
-    what allocates memory beside the tensors.
+    """A kind of backward: the forward's problem, the index of its GPU (negative: the interpreter's), its scalars and
+    features, and what allocates memory beside the tensors.
 
     The tensors are (batch, heads, seqlen, head_dim), those that are yet to be allocated on the meta device.
     """
@@ -42,12 +43,15 @@ class BackwardCall:
     softmax_scale: float
     diagonal: int | None
     allocate: Allocate
+    features: Features = NO_FEATURES
 
     def bound(self, kernel_pass: Pass, access: Access, *tensors: Tensor, unordered: bool = False) -> Launch:
         """The kernel that dispatch chooses for a pass, bound to tensors."""
         problem = self.problem.for_pass(kernel_pass, unordered=unordered)
         problem = replace(problem, family=replace(problem.family, access=access))
-        numbers = () if kernel_pass in KEYLESS_PASSES else (self.softmax_scale, self.diagonal)
+        numbers: tuple[float | int | None, ...] = ()
+        if kernel_pass not in KEYLESS_PASSES:
+            numbers = (self.softmax_scale, self.diagonal, *self.features.numbers(problem.family))
         gpu = self.index if self.index >= 0 else None
         return bind(kernel_for(problem, self.index), tensors, *numbers, gpu=gpu)
 

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fa_autotune.kernel_plan import CallArguments, Gradients, Into, KernelPlan, Needed, Saved, diagonal_of
+from fa_autotune.features import Features
+from fa_autotune.kernel_plan import Call, CallArguments, Gradients, Into, KernelPlan, Needed, Saved
 from fa_autotune.paths import interpreting
 from fa_autotune.reference import attention_gradients, attention_reference
 from fa_autotune.tensors import (
@@ -51,17 +52,17 @@ class Plan(Protocol):
         ...
 
 
-def plan_of(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, mask: int, layout: int, backend: int) -> Plan:
+def plan_of(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Plan:
     """The plan of a call, made once; InvalidProblemError and UnsupportedError for a call that can't be served.
 
-    mask, layout and backend are those of `tensors`.
+    `call` holds the fields of `CallArguments`, whose integers are those of `tensors`.
     """
     try:
         index = q.get_device()
         key: tuple[Any, ...] = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
             index, k.get_device(), v.get_device(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
-            softmax_scale, mask, layout, backend,
+            call,
         )  # fmt: skip
         if index < 0:  # not a GPU; a device's own hash would cost more
             key += (q.device.type, k.device.type, v.device.type)
@@ -70,7 +71,7 @@ def plan_of(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, mask: 
         raise
     plan = _plans.get(key)
     if plan is None:
-        plan = _new_plan(q, k, v, CallArguments(softmax_scale, mask, layout, backend))
+        plan = _new_plan(q, k, v, CallArguments(*call))
         with _lock:
             while len(_plans) >= MAX_REMEMBERED_CALLS:
                 del _plans[next(iter(_plans))]
@@ -157,12 +158,12 @@ class _SignPlan:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         q = self._moved(q)
-        return plan_of(q, k, v, *self._positive).forward(q, k, v)
+        return plan_of(q, k, v, self._positive).forward(q, k, v)
 
     def backward(self, saved: Saved, d_out: Tensor | None, d_lse: Tensor | None, needed: Needed) -> Gradients:
         q, k, v, out, lse = saved
         q = self._moved(q)
-        plan = plan_of(q, k, v, *self._positive)
+        plan = plan_of(q, k, v, self._positive)
         dq, dk, dv = plan.backward((q, k, v, out, lse), d_out, d_lse, needed)
         if dq is not None:
             dq = dq.zero_() if self._is_zero else dq.neg_()
@@ -203,7 +204,9 @@ class _ReferencePlan:
 
     def _numbers(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
         scale = self.arguments.softmax_scale
+        left_diagonal, diagonal = self.arguments.bounds(q.shape[2], k.shape[2])
         return {
             "softmax_scale": q.shape[3] ** -0.5 if scale is None else scale,
-            "diagonal": diagonal_of(self.arguments.mask, q.shape[2], k.shape[2]),
+            "diagonal": diagonal,
+            "features": Features(left_diagonal=left_diagonal),
         }

@@ -13,13 +13,16 @@ from torch import Tensor
 from fa_autotune.backward_plan import Backward, BackwardCall, bind_backward
 from fa_autotune.bound_launch import bind
 from fa_autotune.errors import InvalidProblemError
+from fa_autotune.features import Features, window_diagonals
 from fa_autotune.live_kernels import INTERPRETER_INDEX, kernel_for
 from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, AttentionShape
 from fa_autotune.tensors import (
-    BOTTOM_RIGHT,
     DTYPES,
     FULL,
+    OPEN,
+    TOP_LEFT,
     UNORDERED,
+    WINDOW,
     access_of,
     allocator,
     dense,
@@ -43,20 +46,35 @@ _current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cud
 
 
 class CallArguments(NamedTuple):
-    """What a call says beside its tensors: the arguments of the operators."""
+    """What a call says beside its tensors: the arguments of the operators.
+
+    The window's sizes count where the mask is WINDOW.
+    """
 
     softmax_scale: float | None
     mask: int
     layout: int
     backend: int
+    window_left: int = OPEN
+    window_right: int = OPEN
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """Keys that a row sees before and after its own, OPEN for all."""
+        if self.mask == WINDOW:
+            return self.window_left, self.window_right
+        return OPEN, OPEN if self.mask == FULL else 0
+
+    def bounds(self, seqlen_q: int, seqlen_k: int) -> tuple[int | None, int | None]:
+        """(left diagonal, diagonal): query row i sees the keys from i + left diagonal to i + diagonal.
+
+        None where a side hides no key.
+        """
+        return window_diagonals(self.window, seqlen_q, seqlen_k, top_left=self.mask == TOP_LEFT)
 
 
-def diagonal_of(mask: int, seqlen_q: int, seqlen_k: int) -> int | None:
-    """Query row i sees keys j <= i + diagonal; None where every row sees every key."""
-    if mask == FULL:
-        return None
-    diagonal = seqlen_k - seqlen_q if mask == BOTTOM_RIGHT else 0
-    return None if diagonal >= seqlen_k - 1 else diagonal
+# The same as a plain tuple, which costs a call less to make.
+Call = tuple[float | None, int, int, int, int, int]
 
 
 class KernelPlan:
@@ -70,7 +88,9 @@ class KernelPlan:
         batch_size, num_q_heads, seqlen_q, head_dim = q_view.shape
         _, num_kv_heads, seqlen_k, head_dim_v = v_view.shape
         self._scale = head_dim**-0.5 if arguments.softmax_scale is None else arguments.softmax_scale
-        self._diagonal = diagonal_of(arguments.mask, seqlen_q, seqlen_k)
+        left_diagonal, self._diagonal = arguments.bounds(seqlen_q, seqlen_k)
+        self._features = Features(left_diagonal=left_diagonal)
+        window_left, window_right = arguments.window
         self._dtype = q.dtype
         self._allocate = allocator(q.device)
         self._index = q.device.index if q.is_cuda else INTERPRETER_INDEX
@@ -85,6 +105,7 @@ class KernelPlan:
                 head_dim=head_dim,
                 head_dim_v=head_dim_v,
                 bounded_right=self._diagonal is not None,
+                bounded_left=left_diagonal is not None,
                 access=access_of(q_view, k_view, v_view),
             ),
             shape=AttentionShape(
@@ -93,11 +114,14 @@ class KernelPlan:
                 num_kv_heads=num_kv_heads,
                 seqlen_q=seqlen_q,
                 seqlen_k=seqlen_k,
+                window_left=0 if left_diagonal is None else window_left,
+                window_right=0 if self._diagonal is None else window_right,
             ),
         )
         out, lse = sketch(self._out, self._dtype), sketch(self._lse, torch.float32)
         tensors = (q_view, k_view, v_view, heads_first(out, layout), lse)
-        self._launch = bind(kernel_for(self._problem, self._index), tensors, self._scale, self._diagonal)
+        numbers = (self._scale, self._diagonal, *self._features.numbers(self._problem.family))
+        self._launch = bind(kernel_for(self._problem, self._index), tensors, *numbers)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse), out dense in the call's layout."""
@@ -187,6 +211,7 @@ class KernelPlan:
             index=self._index,
             softmax_scale=self._scale,
             diagonal=self._diagonal,
+            features=self._features,
             allocate=self._allocate,
         )
         unordered = self.arguments.backend == UNORDERED

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from fa_autotune.calls import plan_of
 from fa_autotune.errors import UnsupportedError
-from fa_autotune.kernel_plan import Gradients
+from fa_autotune.kernel_plan import CallArguments, Gradients
 from fa_autotune.tensors import Quad, check_kinds, check_tensors, dense, heads_first, lse_size, out_size, quad
 
 _library: Any = torch.library  # its functions lack types
@@ -20,19 +20,20 @@ _torch_autograd: Any = getattr(torch._library, "autograd", None)
 _unpack_dual: Any = forward_ad.unpack_dual
 LIBRARY = _library.Library("fa_autotune", "DEF")
 
-_CALL = "float? softmax_scale, int mask, int layout, int backend"
+_CALL = "float? softmax_scale, int mask, int layout, int backend, int window_left=-1, int window_right=-1"
+_NUM_CALL = _CALL.count(",") + 1
 LIBRARY.define(
     f"forward(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor lse)", tags=torch.Tag.pt2_compliant_tag
 )
 LIBRARY.define(
-    f"backward(Tensor? d_out, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_CALL}, "
-    "bool[3] needed) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "backward(Tensor? d_out, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool[3] needed, "
+    f"{_CALL}) -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return plan_of(q, k, v, *arguments).forward(q, k, v)
+    return plan_of(q, k, v, CallArguments(*arguments)).forward(q, k, v)
 
 
 def _backward(
@@ -43,13 +44,10 @@ def _backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    softmax_scale: float | None,
-    mask: int,
-    layout: int,
-    backend: int,
     needed: list[bool],
+    *arguments: Any,
 ) -> tuple[Tensor, ...]:
-    plan = plan_of(q, k, v, softmax_scale, mask, layout, backend)
+    plan = plan_of(q, k, v, CallArguments(*arguments))
     wanted = (needed[0], needed[1], needed[2])
     gradients = plan.backward((q, k, v, out, lse), d_out, d_lse, wanted)
     # An operator's results are tensors: one of no element stands for a gradient that nobody needs.
@@ -65,9 +63,8 @@ def _empty(size: Quad, like: Tensor, layout: int) -> Tensor:
     return like.new_empty_strided(*dense(size, layout))
 
 
-def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, mask: int, layout: int, backend: int
-) -> tuple[Tensor, Tensor]:
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    layout = CallArguments(*arguments).layout
     check_kinds(q, k, v)
     check_tensors(*(heads_first(tensor, layout) for tensor in (q, k, v)))
     return _empty(out_size(q, v), q, layout), q.new_empty(lse_size(q, layout), dtype=torch.float32)
@@ -81,12 +78,10 @@ def _fake_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    softmax_scale: float | None,
-    mask: int,
-    layout: int,
-    backend: int,
     needed: list[bool],
+    *arguments: Any,
 ) -> tuple[Tensor, ...]:
+    layout = CallArguments(*arguments).layout
     return tuple(
         _empty(quad(tensor), tensor, layout) if wanted else q.new_empty(0)
         for tensor, wanted in zip((q, k, v), needed, strict=True)
@@ -107,7 +102,7 @@ def gradients_op(
     saved: tuple[Tensor, ...], d_out: Tensor | None, d_lse: Tensor | None, arguments: tuple[Any, ...], needed: Any
 ) -> Gradients:
     """A plan's `backward`, through the dispatcher."""
-    found = torch.ops.fa_autotune.backward(d_out, d_lse, *saved, *arguments, list(needed))
+    found = torch.ops.fa_autotune.backward(d_out, d_lse, *saved, list(needed), *arguments)
     dq, dk, dv = (gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True))
     return dq, dk, dv
 
@@ -124,8 +119,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
     if d_out is None and d_lse is None:
-        return (None,) * 7
-    return (*gradients_op(ctx.saved_tensors, d_out, d_lse, ctx.call, ctx.needs_input_grad[:3]), *(None,) * 4)
+        return (None,) * (3 + _NUM_CALL)
+    return (*gradients_op(ctx.saved_tensors, d_out, d_lse, ctx.call, ctx.needs_input_grad[:3]), *(None,) * _NUM_CALL)
 
 
 def _refuse_to_differentiate_twice(ctx: Any, *gradients: Tensor) -> None:
@@ -203,11 +198,12 @@ class TransformableAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> Any:
         if d_out is None and d_lse is None:
-            return (None,) * 7
+            return (None,) * (3 + _NUM_CALL)
         needed = ctx.needs_input_grad[:3]
         apply: Any = _TransformableGradients.apply
-        found = apply(d_out, d_lse, *ctx.saved_tensors, *ctx.call, list(needed))
-        return *(gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True)), *(None,) * 4
+        found = apply(d_out, d_lse, *ctx.saved_tensors, list(needed), *ctx.call)
+        gradients = (gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True))
+        return *gradients, *(None,) * _NUM_CALL
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

@@ -14,7 +14,7 @@ from fa_autotune.differentiable import attend
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
 from fa_autotune.live_kernels import device_index, dispatcher_of, flush_misses, kernel_for
 from fa_autotune.problem import SPLIT_BACKWARD, AttentionProblem
-from fa_autotune.tensors import BHSD, BOTTOM_RIGHT, BSHD, FULL, GENERATED, REFERENCE, UNORDERED, as_scale
+from fa_autotune.tensors import BHSD, BSHD, GENERATED, REFERENCE, UNORDERED, as_scale, mask_of
 
 __all__ = ["attention", "explain", "flush_misses", "warmup"]
 
@@ -50,24 +50,23 @@ def attention(
     num_kv_heads, head_dim_v); with layout="bhsd" heads come before seqlen. Any strides. num_q_heads is a multiple of
     num_kv_heads (GQA, MQA); float16, bfloat16 or float32 (computed in ieee precision); head dims 8 … 256.
 
-    causal: query i sees keys j ≤ i + seqlen_k − seqlen_q (bottom-right, as flash-attn ≥ 2.1). A row that sees no key
-    gives 0. softmax_scale: None is 1/sqrt(head_dim). return_lse: also give the natural-log log-sum-exp, fp32 (batch,
-    num_q_heads, seqlen_q), −inf for a row that sees no key; a gradient into lse counts. Results and gradients are
-    bit-for-bit repeatable; with deterministic=False q's gradient need not be, and the backward may be faster for it.
-    Under autocast the inputs are cast as for PyTorch's own attention.
+    causal: query i sees keys j ≤ i + seqlen_k − seqlen_q (bottom-right, as flash-attn ≥ 2.1). window_size: (left,
+    right), so many keys before and after that last one, both inclusive, −1 for all; causal makes right 0. A row that
+    sees no key gives 0. softmax_scale: None is 1/sqrt(head_dim). return_lse: also give the natural-log log-sum-exp,
+    fp32 (batch, num_q_heads, seqlen_q), −inf for a row that sees no key; a gradient into lse counts. Results and
+    gradients are bit-for-bit repeatable; with deterministic=False q's gradient need not be, and the backward may be
+    faster for it. Under autocast the inputs are cast as for PyTorch's own attention.
 
     CPU tensors run a plain torch reference, or Triton's interpreter in a process started with TRITON_INTERPRET=1.
     Raises InvalidProblemError for tensors that do not fit together, and UnsupportedError for arguments that this
     release does not serve (all that is not described above), before any kernel runs.
     """
     if not (
-        (type(window_size) is tuple and window_size == (-1, -1))
-        and alibi_slopes is attn_mask is sinks is score_mod is mask_mod is q_scale is k_scale is v_scale is None
+        alibi_slopes is attn_mask is sinks is score_mod is mask_mod is q_scale is k_scale is v_scale is None
         and softcap == 0.0
         and dropout_p == 0.0
     ):
         check_features(
-            window_size=window_size,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
             attn_mask=attn_mask,
@@ -88,7 +87,8 @@ def attention(
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = as_scale(softmax_scale)
     runs = REFERENCE if backend == "reference" else GENERATED if deterministic else UNORDERED
-    return attend(q, k, v, softmax_scale, BOTTOM_RIGHT if causal else FULL, _LAYOUTS[layout], runs, return_lse)
+    mask, left, right = mask_of(causal, window_size)
+    return attend(q, k, v, (softmax_scale, mask, _LAYOUTS[layout], runs, left, right), return_lse)
 
 
 def warmup(
@@ -134,7 +134,6 @@ def _as_called(problem: AttentionProblem | str) -> AttentionProblem:
 
 # What "off" looks like, where it is not None, and what the argument means.
 _FEATURES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "window_size": (((-1, -1), [-1, -1]), "a sliding window; (-1, -1) is none"),
     "softcap": ((0.0,), "a cap on the scores"),
     "alibi_slopes": ((), "ALiBi"),
     "attn_mask": ((), "an arbitrary mask; causal=True needs none"),
@@ -152,8 +151,6 @@ def check_features(**arguments: Any) -> None:
     """UnsupportedError for the first argument that asks for what this release does not serve."""
     for name, value in arguments.items():
         offs, meaning = _FEATURES[name]
-        if name == "window_size" and hasattr(value, "__len__"):  # any sequence, also numpy's
-            value = tuple(value)
         is_off = value in offs if offs else value is None
         if not is_off:
             raise UnsupportedError(f"{name} ({meaning}) is not served by this release of fa_autotune; leave it out")

@@ -4,6 +4,7 @@ Checks are made once for each kind of call (`calls`), so they may take their tim
 """
 
 from collections.abc import Callable
+from operator import index
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ MIN_SCALE, MAX_SCALE = 2.0**-125, 2.0**127  # times log2(e), still a normal fp32
 # Order of a call's axes, and how its results lie in memory. Plain integers: they are arguments of an operator.
 BHSD, BSHD, BHSD_STORED_AS_BSHD = 0, 1, 2
 
-# Which keys a query row sees: all, or those up to a diagonal that ends in one of two corners.
-FULL, BOTTOM_RIGHT, TOP_LEFT = 0, 1, 2
+# Which keys a query row sees: all, those up to a diagonal that ends in one of two corners (causal), or those of a
+# bottom-right window, whose sizes are arguments of their own.
+FULL, BOTTOM_RIGHT, TOP_LEFT, WINDOW = 0, 1, 2, 3
+OPEN = -1  # size of a window's side that bounds nothing
 
 # What runs a call: plain torch, generated kernels, or those with a backward that may add up dq in any order.
 REFERENCE, GENERATED, UNORDERED = 0, 1, 2
@@ -123,6 +126,29 @@ def check_scale(scale: float) -> None:
     """InvalidProblemError if a scale is not finite in fp32."""
     if not abs(scale) <= MAX_SCALE:
         raise InvalidProblemError(f"softmax_scale={scale} is not finite in float32; None means 1/sqrt(head_dim)")
+
+
+def mask_of(causal: Any, window_size: Any) -> tuple[int, int, int]:
+    """(mask, window_left, window_right) of a call; where causal, a row sees no key after its own."""
+    if type(window_size) is tuple and window_size == (OPEN, OPEN):
+        return BOTTOM_RIGHT if causal else FULL, OPEN, OPEN
+    left, right = as_window(window_size)
+    right = 0 if causal else right
+    if left == OPEN and right in (OPEN, 0):
+        return FULL if right else BOTTOM_RIGHT, OPEN, OPEN
+    return WINDOW, left, right
+
+
+def as_window(value: Any) -> tuple[int, int]:
+    """A window's (left, right) as integers, OPEN where they are negative; InvalidProblemError if they are no two."""
+    try:
+        left, right = (index(side) for side in value)
+    except (TypeError, ValueError):
+        raise InvalidProblemError(
+            f"window_size={value!r} is not (left, right): how many keys a row sees before and after its own, integers, "
+            "-1 for all; leave it out for no window"
+        ) from None
+    return max(left, OPEN), max(right, OPEN)
 
 
 def check_tensor(name: str, tensor: Any) -> None:

@@ -180,7 +180,8 @@ def default_config(spec: VariantSpec, family: AttentionFamily, arch: str) -> Ker
         return _hopper_seeds(spec, family)[0]
     columns = padded_head_dim(family.head_dim) + padded_head_dim(family.head_dim_v)
     if multiplies_by_fma(family, arch):
-        owned = 16 if spec.kernel_pass is not Pass.FWD and columns > 256 else 32
+        widest = 96 if family.bounded_left and family.access is Access.ANY else 256  # what hardly spills with 32 rows
+        owned = 16 if spec.kernel_pass is not Pass.FWD and columns > widest else 32
         return _tiled(spec, family, (owned, 16, 4, 1), 32)
     if spec.kernel_pass is not Pass.FWD:
         return _tiled(spec, family, _backward_default(spec, family, arch, columns), 256)
@@ -342,6 +343,8 @@ def _backward_default(spec: VariantSpec, family: AttentionFamily, arch: str, col
     is_dkdv = spec.kernel_pass is Pass.BWD_DKDV
     stages = 1 if multiplies_in_tensor_memory(arch) and is_dkdv else 2
     if spec.variant is Variant.TMA:
+        if columns <= 128 and stages == 1 and family.mask_word == "window":
+            return (64, 64, 8, 1)  # both edges in one loop take more registers
         if columns <= 128 or (columns <= 256 and not is_dkdv):
             return (64, 64, 4, stages)
         return (64, 32, 8, stages)
@@ -409,6 +412,13 @@ def _hopper_ws_supports(family: AttentionFamily, arch: str, triton_version: tupl
         return f"tensor descriptors can't read these pointers and strides (access={family.access.value})"
     if family.dtype is DType.FLOAT32:
         return "wgmma multiplies no float32 in ieee precision; the portable variant serves"
+    return _plain_scores(family)
+
+
+def _plain_scores(family: AttentionFamily) -> str | None:
+    """What the kernels in Gluon, and those beside them, do not know yet."""
+    if family.bounded_left:
+        return "it knows no window to the left; the tma and portable variants serve"
     return None
 
 
@@ -429,7 +439,7 @@ def _beside_fused_supports(family: AttentionFamily, arch: str, triton_version: t
         return f"it goes with the fused kernel, which is for sm_90, not {arch}"
     if family.dtype is DType.FLOAT32:
         return "it goes with the fused kernel, which multiplies no float32"
-    return _portable_supports(family, arch, triton_version) or _fused_dims(family)
+    return _portable_supports(family, arch, triton_version) or _fused_dims(family) or _plain_scores(family)
 
 
 def _tma_backward_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa_autotune.features import NO_FEATURES, Features
 from fa_autotune.fused_workspace import DQ_LANES, REGISTER_AXES, dq_acc_size, fused_tile, statistics_size, turns_size
 from fa_autotune.problem import KEYLESS_PASSES, AttentionFamily, AttentionProblem, AttentionShape, Pass
 from fa_autotune.reference import TORCH_DTYPES, backward_statistics, seeded_inputs, seeded_output
@@ -41,6 +42,7 @@ class Workload:
     inputs: tuple[Tensor, ...]
     softmax_scale: float
     diagonal: int | None
+    features: Features = NO_FEATURES
 
     @property
     def outputs(self) -> tuple[Output, ...]:
@@ -83,13 +85,23 @@ class Workload:
 
     def arguments(self, outputs: Sequence[Tensor]) -> tuple[Any, ...]:
         """What the kernel is called with."""
-        scalars = () if self.family.kernel_pass in KEYLESS_PASSES else (self.softmax_scale, self.diagonal)
-        return (*self.inputs, *outputs, *scalars)
+        if self.family.kernel_pass in KEYLESS_PASSES:
+            return (*self.inputs, *outputs)
+        numbers = self.features.numbers(self.family)
+        return (*self.inputs, *outputs, self.softmax_scale, self.diagonal, *numbers)
 
 
 def bottom_right_diagonal(problem: AttentionProblem) -> int | None:
-    """The diagonal by which the last row sees the last key; None where nothing is bounded."""
-    return problem.shape.seqlen_k - problem.shape.seqlen_q if problem.family.bounded_right else None
+    """The diagonal by which the last row sees the last key (and its window's next ones); None where it is unbounded."""
+    shape = problem.shape
+    return shape.seqlen_k - shape.seqlen_q + shape.window_right if problem.family.bounded_right else None
+
+
+def seeded_features(problem: AttentionProblem, *, offset: int | None = None) -> Features:
+    """Values of a problem's features; row i's own key is i + `offset`, bottom-right where that is None."""
+    shape = problem.shape
+    offset = shape.seqlen_k - shape.seqlen_q if offset is None else offset
+    return Features(left_diagonal=offset - shape.window_left if problem.family.bounded_left else None)
 
 
 def seeded_workload(
@@ -99,12 +111,15 @@ def seeded_workload(
     diagonal: int | None,
     seed: int = 0,
     scale: float = 1.0,
+    features: Features | None = None,
 ) -> Workload:
     """A call with random normal inputs, q, k and v times `scale`, and the usual softmax_scale: same seed, same values.
 
     lse and delta are those of the call's own forward. do grows with √seqlen_k, by which the mean over as many keys
-    shrinks its effect: so gradients stay of order 1, above what the numerics rule allows for rounding.
+    shrinks its effect: so gradients stay of order 1, above what the numerics rule allows for rounding. `features` are
+    bottom-right ones unless given.
     """
+    features = seeded_features(problem) if features is None else features
     family, shape = problem.family, problem.shape
     softmax_scale = family.head_dim**-0.5
     kernel_pass = family.kernel_pass
@@ -121,12 +136,20 @@ def seeded_workload(
     if kernel_pass is Pass.BWD_PREPROCESS:
         inputs = (*inputs, _seeded_lse(shape, device, seed))
     if kernel_pass in (Pass.BWD_DKDV, Pass.BWD_DQ, Pass.BWD_FUSED):
-        inputs = (*inputs, *backward_statistics(*inputs, softmax_scale=softmax_scale, diagonal=diagonal))
+        call: dict[str, Any] = {"softmax_scale": softmax_scale, "diagonal": diagonal, "features": features}
+        inputs = (*inputs, *backward_statistics(*inputs, **call))
     if kernel_pass is Pass.BWD_FUSED:
         *inputs_before, lse, delta = inputs
         turns = torch.zeros(turns_size(shape), dtype=torch.int32, device=device)
         inputs = (*inputs_before, statistics_of(shape, lse, delta), turns)
-    return Workload(family=family, shape=shape, inputs=inputs, softmax_scale=softmax_scale, diagonal=diagonal)
+    return Workload(
+        family=family,
+        shape=shape,
+        inputs=inputs,
+        softmax_scale=softmax_scale,
+        diagonal=diagonal,
+        features=features,
+    )
 
 
 def _seeded_lse(shape: AttentionShape, device: torch.device, seed: int) -> Tensor:

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fa_autotune import attention, flash_attn_func, flash_attn_qkvpacked_func, scaled_dot_product_attention
-from fa_autotune.tensors import BHSD, BHSD_STORED_AS_BSHD, BOTTOM_RIGHT, BSHD, FULL, TOP_LEFT
+from fa_autotune.kernel_plan import CallArguments
+from fa_autotune.tensors import BHSD, BHSD_STORED_AS_BSHD, BOTTOM_RIGHT, BSHD, FULL, GENERATED, TOP_LEFT, WINDOW
 from tests.attention_calls import (
     BFLOAT16,
     DEVICE,
@@ -248,14 +249,21 @@ def test_a_dispatch_mode_sees_forward_and_backward(reference_only: None) -> None
 # --- the operators ----------------------------------------------------------------------------------------------------
 
 
-def call(mask: int = BOTTOM_RIGHT, layout: int = BSHD, scale: float | None = None) -> tuple[Any, ...]:
-    return scale, mask, layout, True
+def call(mask: int = BOTTOM_RIGHT, layout: int = BSHD, scale: float | None = None, **others: Any) -> CallArguments:
+    return CallArguments(scale, mask, layout, GENERATED, **others)
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [call(), call(FULL, BHSD), call(TOP_LEFT, BHSD_STORED_AS_BSHD), call(scale=-0.3), call(scale=0.0)],
-    ids=["causal", "full bhsd", "top-left", "negative scale", "zero scale"],
+    [
+        call(),
+        call(FULL, BHSD),
+        call(TOP_LEFT, BHSD_STORED_AS_BSHD),
+        call(scale=-0.3),
+        call(scale=0.0),
+        call(WINDOW, window_left=5, window_right=2),
+    ],
+    ids=["causal", "full bhsd", "top-left", "negative scale", "zero scale", "window"],
 )
 def test_the_forward_operator_keeps_its_promises(arguments: tuple[Any, ...], reference_only: None) -> None:
     tensors = make(20, 20, heads=20, kv_heads=20, dtype=FLOAT32, device=torch.device("cpu"))
@@ -275,14 +283,14 @@ def test_the_backward_operator_keeps_its_promises(given: str, needed: list[bool]
     out, lse = OPS.forward(*tensors, *call())
     d_out = None if given == "d_lse" else torch.randn_like(out)
     d_lse = None if given == "d_out" else torch.randn_like(lse)
-    torch.library.opcheck(OPS.backward.default, (d_out, d_lse, *tensors, out, lse, *call(), needed))
+    torch.library.opcheck(OPS.backward.default, (d_out, d_lse, *tensors, out, lse, needed, *call()))
 
 
 @runs_kernels
 def test_the_backward_operator_keeps_its_promises_with_kernels() -> None:
     tensors = make(20, 20, batch=1)
     out, lse = OPS.forward(*tensors, *call())
-    arguments = (torch.randn_like(out), torch.randn_like(lse), *tensors, out, lse, *call(), [True, True, True])
+    arguments = (torch.randn_like(out), torch.randn_like(lse), *tensors, out, lse, [True, True, True], *call())
     torch.library.opcheck(OPS.backward.default, arguments)
 
 
