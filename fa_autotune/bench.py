@@ -251,7 +251,7 @@ def _our_backward(
     dispatcher: Dispatcher, backend: int, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Launch, str]:
     """What a training step launches after the forward, and the memory that it allocates; `backend` as in `tensors`."""
-    plan = plan_of(q, k, v, (None, WINDOW, BHSD, backend, *problem.window))
+    plan = plan_of(q, k, v, (None, WINDOW, BHSD, backend, *problem.window, seeded_features(problem).softcap))
     out, lse = plan.forward(q, k, v)
     launch = partial(plan.backward, (q, k, v, out, lse), torch.randn_like(out), None, (True, True, True))
     problems = dispatcher.backward(problem.as_called(), unordered=backend == UNORDERED)
@@ -264,7 +264,9 @@ def _our_backward(
 
 
 def _ours_unordered(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Any], str]:
-    launch = partial(attention, q, k, v, window_size=problem.window, layout="bhsd", deterministic=False)
+    softcap = seeded_features(problem).softcap
+    options: dict[str, Any] = {"window_size": problem.window, "softcap": softcap, "deterministic": False}
+    launch = partial(attention, q, k, v, layout="bhsd", **options)
     return launch, "ours with deterministic=False"
 
 
@@ -314,8 +316,14 @@ def _flex(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[C
 
         shown = visible if problem.family.bounded_left else causal
         mask = create_block_mask(shown, None, None, shape.seqlen_q, shape.seqlen_k, device=q.device)
-    attention = _compiled_flex()
-    launch = partial(attention, q, k, v, block_mask=mask, enable_gqa=shape.gqa_group_size > 1)
+    options: dict[str, Any] = {"block_mask": mask, "enable_gqa": shape.gqa_group_size > 1}
+    if (softcap := seeded_features(problem).softcap) != 0.0:
+
+        def capped(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            return softcap * torch.tanh(score / softcap)
+
+        options["score_mod"] = capped
+    launch = partial(_compiled_flex(), q, k, v, **options)
     return launch, f"torch {torch.__version__} FlexAttention, compiled with dynamic=False"
 
 
@@ -331,8 +339,10 @@ def _fa3(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Ca
     library = _first_module("flash_attn_interface", "fa3_fwd_interface")
     q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in (q, k, v))
     is_causal = problem.window == (-1, 0)
-    window = {} if is_causal else {"window_size": problem.window}
-    launch = partial(library.flash_attn_func, q, k, v, causal=is_causal, **window)
+    options: dict[str, Any] = {} if is_causal else {"window_size": problem.window}
+    if problem.family.softcap:
+        options["softcap"] = seeded_features(problem).softcap
+    launch = partial(library.flash_attn_func, q, k, v, causal=is_causal, **options)
     return launch, f"{library.__name__} (FlashAttention-3), (batch, seqlen, heads, head_dim)"
 
 
@@ -343,6 +353,8 @@ def _first_module(*names: str) -> Any:
 
 
 def _require_square(problem: AttentionProblem) -> None:
+    if problem.family.softcap:
+        raise UnsupportedError("SDPA has no cap on its scores")
     if problem.window not in ((-1, -1), (-1, 0)):
         raise UnsupportedError("SDPA has no window; a mask for it would be another kernel")
     if problem.family.bounded_right and problem.shape.seqlen_q != problem.shape.seqlen_k:

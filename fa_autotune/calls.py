@@ -23,6 +23,7 @@ from fa_autotune.tensors import (
     Quad,
     check_kinds,
     check_scale,
+    check_softcap,
     check_tensors,
     dense,
     heads_first,
@@ -97,6 +98,7 @@ def _new_plan(q: Tensor, k: Tensor, v: Tensor, arguments: CallArguments) -> Plan
     scale = arguments.softmax_scale
     if scale is not None:
         check_scale(scale)
+    check_softcap(arguments.softcap)
     check_tensors(*(heads_first(tensor, arguments.layout) for tensor in (q, k, v)))
     if q.numel() == 0 or k.numel() == 0:
         return _EmptyPlan(arguments)
@@ -208,5 +210,5 @@ class _ReferencePlan:
         return {
             "softmax_scale": q.shape[3] ** -0.5 if scale is None else scale,
             "diagonal": diagonal,
-            "features": Features(left_diagonal=left_diagonal),
+            "features": Features(left_diagonal=left_diagonal, softcap=self.arguments.softcap),
         }

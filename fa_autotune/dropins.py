@@ -21,6 +21,7 @@ from fa_autotune.tensors import (
     OPEN,
     TOP_LEFT,
     as_scale,
+    as_softcap,
     check_tensor,
     mask_of,
 )
@@ -51,7 +52,7 @@ def flash_attn_func(
         causal=causal,
         window_size=window_size,
         softmax_scale=softmax_scale,
-        softcap=softcap,
+        softcap=_as_flash_attn_softcap(softcap),
         alibi_slopes=alibi_slopes,
         dropout_p=dropout_p,
         return_lse=return_attn_probs,
@@ -99,6 +100,12 @@ def flash_attn_qkvpacked_func(
     return _packed(None, qkv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
 
 
+def _as_flash_attn_softcap(softcap: Any) -> float:
+    """What is not above 0 means none there."""
+    number = as_softcap(softcap)
+    return number if number > 0.0 or number != number else 0.0
+
+
 def _check_packed(name: str, packed: Any, count: int) -> None:
     if isinstance(packed, Tensor):
         check_tensor(name, packed)
@@ -120,11 +127,12 @@ def _packed(
     alibi_slopes: Tensor | None,
     return_attn_probs: bool,
 ) -> Any:
-    check_features(softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p)
+    check_features(alibi_slopes=alibi_slopes, dropout_p=dropout_p)
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = as_scale(softmax_scale)
     mask, left, right = mask_of(causal, window_size)
-    results = attend_packed(q, packed, (softmax_scale, mask, BSHD, GENERATED, left, right), return_attn_probs)
+    cap = _as_flash_attn_softcap(softcap)
+    results = attend_packed(q, packed, (softmax_scale, mask, BSHD, GENERATED, left, right, cap), return_attn_probs)
     return (*results, None) if return_attn_probs else results
 
 
@@ -158,7 +166,7 @@ def scaled_dot_product_attention(
     lead = query.shape[:-2]
     if len(lead) == 2 and (lead == key.shape[:-2] == value.shape[:-2] or (enable_gqa and _is_batch(query, key, value))):
         layout = BHSD_STORED_AS_BSHD if query.stride(1) < query.stride(2) else BHSD
-        out: Tensor = attend(query, key, value, (scale, mask, layout, GENERATED, OPEN, OPEN), False)
+        out: Tensor = attend(query, key, value, (scale, mask, layout, GENERATED, OPEN, OPEN, 0.0), False)
         return out
     return _broadcast(query, key, value, scale, mask, enable_gqa)
 
@@ -187,7 +195,7 @@ def _broadcast(query: Tensor, key: Tensor, value: Tensor, scale: float | None, m
         tensor.expand(*batch, number, *tensor.shape[-2:]).flatten(0, -4)
         for tensor, number in zip((q, k, v), heads, strict=True)
     )
-    out: Tensor = attend(q, k, v, (scale, mask, BHSD, GENERATED, OPEN, OPEN), False)
+    out: Tensor = attend(q, k, v, (scale, mask, BHSD, GENERATED, OPEN, OPEN, 0.0), False)
     return out.reshape((*batch, *out.shape[1:])[-ndim:])
 
 

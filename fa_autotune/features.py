@@ -11,9 +11,11 @@ class Features:
     """The values of a call's features, all off by default; a family says which of them its kernel takes.
 
     left_diagonal: query row i sees keys j >= i + left_diagonal only; None where nothing bounds the keys to the left.
+    softcap: scores become softcap · tanh(score / softcap); 0 leaves them as they are.
     """
 
     left_diagonal: int | None = None
+    softcap: float = 0.0
 
     def numbers(self, family: AttentionFamily) -> tuple[float | int | None, ...]:
         """What a family's kernel takes after the diagonal."""

@@ -57,6 +57,7 @@ class CallArguments(NamedTuple):
     backend: int
     window_left: int = OPEN
     window_right: int = OPEN
+    softcap: float = 0.0
 
     @property
     def window(self) -> tuple[int, int]:
@@ -74,7 +75,7 @@ class CallArguments(NamedTuple):
 
 
 # The same as a plain tuple, which costs a call less to make.
-Call = tuple[float | None, int, int, int, int, int]
+Call = tuple[float | None, int, int, int, int, int, float]
 
 
 class KernelPlan:
@@ -89,7 +90,7 @@ class KernelPlan:
         _, num_kv_heads, seqlen_k, head_dim_v = v_view.shape
         self._scale = head_dim**-0.5 if arguments.softmax_scale is None else arguments.softmax_scale
         left_diagonal, self._diagonal = arguments.bounds(seqlen_q, seqlen_k)
-        self._features = Features(left_diagonal=left_diagonal)
+        self._features = Features(left_diagonal=left_diagonal, softcap=arguments.softcap)
         window_left, window_right = arguments.window
         self._dtype = q.dtype
         self._allocate = allocator(q.device)
@@ -106,6 +107,7 @@ class KernelPlan:
                 head_dim_v=head_dim_v,
                 bounded_right=self._diagonal is not None,
                 bounded_left=left_diagonal is not None,
+                softcap=arguments.softcap != 0.0,
                 access=access_of(q_view, k_view, v_view),
             ),
             shape=AttentionShape(

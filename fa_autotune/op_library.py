@@ -20,7 +20,8 @@ _torch_autograd: Any = getattr(torch._library, "autograd", None)
 _unpack_dual: Any = forward_ad.unpack_dual
 LIBRARY = _library.Library("fa_autotune", "DEF")
 
-_CALL = "float? softmax_scale, int mask, int layout, int backend, int window_left=-1, int window_right=-1"
+_CALL = "float? softmax_scale, int mask, int layout, int backend, int window_left=-1, int window_right=-1, "
+_CALL += "float softcap=0.0"
 _NUM_CALL = _CALL.count(",") + 1
 LIBRARY.define(
     f"forward(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor lse)", tags=torch.Tag.pt2_compliant_tag

@@ -14,7 +14,7 @@ from fa_autotune.differentiable import attend
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
 from fa_autotune.live_kernels import device_index, dispatcher_of, flush_misses, kernel_for
 from fa_autotune.problem import SPLIT_BACKWARD, AttentionProblem
-from fa_autotune.tensors import BHSD, BSHD, GENERATED, REFERENCE, UNORDERED, as_scale, mask_of
+from fa_autotune.tensors import BHSD, BSHD, GENERATED, REFERENCE, UNORDERED, as_scale, as_softcap, mask_of
 
 __all__ = ["attention", "explain", "flush_misses", "warmup"]
 
@@ -52,7 +52,8 @@ def attention(
 
     causal: query i sees keys j ≤ i + seqlen_k − seqlen_q (bottom-right, as flash-attn ≥ 2.1). window_size: (left,
     right), so many keys before and after that last one, both inclusive, −1 for all; causal makes right 0. A row that
-    sees no key gives 0. softmax_scale: None is 1/sqrt(head_dim). return_lse: also give the natural-log log-sum-exp,
+    sees no key gives 0. softmax_scale: None is 1/sqrt(head_dim). softcap: scores s become softcap·tanh(s / softcap),
+    0.0 is none. return_lse: also give the natural-log log-sum-exp,
     fp32 (batch, num_q_heads, seqlen_q), −inf for a row that sees no key; a gradient into lse counts. Results and
     gradients are bit-for-bit repeatable; with deterministic=False q's gradient need not be, and the backward may be
     faster for it. Under autocast the inputs are cast as for PyTorch's own attention.
@@ -63,11 +64,9 @@ def attention(
     """
     if not (
         alibi_slopes is attn_mask is sinks is score_mod is mask_mod is q_scale is k_scale is v_scale is None
-        and softcap == 0.0
         and dropout_p == 0.0
     ):
         check_features(
-            softcap=softcap,
             alibi_slopes=alibi_slopes,
             attn_mask=attn_mask,
             sinks=sinks,
@@ -87,8 +86,10 @@ def attention(
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = as_scale(softmax_scale)
     runs = REFERENCE if backend == "reference" else GENERATED if deterministic else UNORDERED
+    if type(softcap) is not float:
+        softcap = as_softcap(softcap)
     mask, left, right = mask_of(causal, window_size)
-    return attend(q, k, v, (softmax_scale, mask, _LAYOUTS[layout], runs, left, right), return_lse)
+    return attend(q, k, v, (softmax_scale, mask, _LAYOUTS[layout], runs, left, right, softcap), return_lse)
 
 
 def warmup(
@@ -134,7 +135,6 @@ def _as_called(problem: AttentionProblem | str) -> AttentionProblem:
 
 # What "off" looks like, where it is not None, and what the argument means.
 _FEATURES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "softcap": ((0.0,), "a cap on the scores"),
     "alibi_slopes": ((), "ALiBi"),
     "attn_mask": ((), "an arbitrary mask; causal=True needs none"),
     "sinks": ((), "attention sinks"),

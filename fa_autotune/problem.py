@@ -95,6 +95,7 @@ class AttentionFamily:
     `bounded_left` where it must not see keys before one (a window to the left). Where the diagonals lie (the window's
     sizes, bottom-right or top-left) is a run-time argument, so one kernel serves them all.
     `unordered`: the fused backward may add the parts of dq in any order, so that two runs differ in the last bits.
+    `softcap`: scores are capped, softcap · tanh(score / softcap); the number is a run-time argument.
     """
 
     kernel_pass: Pass = Pass.FWD
@@ -105,6 +106,7 @@ class AttentionFamily:
     access: Access = Access.TMA
     unordered: bool = False
     bounded_left: bool = False
+    softcap: bool = False
 
     def __post_init__(self) -> None:
         kinds = {"kernel_pass": Pass, "dtype": DType, "access": Access, "bounded_right": bool}
@@ -154,7 +156,7 @@ class AttentionFamily:
     @property
     def feature_numbers(self) -> tuple[str, ...]:
         """What the kernel takes after the diagonal: fields of `features.Features`."""
-        return ("left_diagonal",) if self.bounded_left else ()
+        return (*(["left_diagonal"] if self.bounded_left else []), *(["softcap"] if self.softcap else []))
 
     @property
     def label(self) -> str:
@@ -162,7 +164,7 @@ class AttentionFamily:
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}/{self.head_dim_v}"
         words = [self.kernel_pass.value, _SHORT_DTYPES[self.dtype], dims, self.mask_word]
         words += [self.access.value] if self.access is not Access.TMA else []
-        return " ".join([*words, "unordered"] if self.unordered else words)
+        return " ".join([*words, *(word for word in _FLAGS if getattr(self, word))])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,12 +251,11 @@ class AttentionProblem:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read the short form `BxHqxHkvxLqxLkxD[xDv][,causal][,left=N][,right=N][,dtype][,access][,pass]`, a label or a
-        key.
+        """Read the short form `BxHqxHkvxLqxLkxD[xDv][,word…]`, a label or a key.
 
-        left=N and right=N are a window: so many keys before and after a row's own; causal is right=0. dtype is bf16,
-        fp16 or fp32, access tma, aligned or any, pass fwd or one of the backward's, such as bwd_dkdv; `unordered` goes
-        with bwd_fused.
+        A word is causal, left=N or right=N (a window: so many keys before and after a row's own; causal is right=0),
+        a dtype (bf16, fp16, fp32), an access (tma, aligned, any), a pass (fwd or one of the backward's, such as
+        bwd_dkdv), softcap, or unordered, which goes with bwd_fused.
 
         `AttentionProblem.parse("4x32x8x4096x4096x128,causal")` is Llama-like prefill in bfloat16. `×` may stand for x.
         A pass makes it that kernel's problem of the same call, as `for_pass` does.
@@ -266,11 +267,13 @@ class AttentionProblem:
         numbers, *flags = (part.strip() for part in text.lower().replace("×", "x").split(","))
         if not re.fullmatch(r"[0-9]{1,10}(x[0-9]{1,10}){5,6}", numbers):
             raise InvalidProblemError(
-                f"{text!r} is no problem: write BxHqxHkvxLqxLkxD[xDv][,causal][,left=N][,right=N][,bf16|fp16|fp32]"
-                f"[,tma|aligned|any][,{'|'.join(BACKWARD_PASSES)}], for example 4x32x8x4096x4096x128,causal"
+                f"{text!r} is no problem: write BxHqxHkvxLqxLkxD[xDv][,causal][,left=N][,right=N]"
+                f"[,{'|'.join(_FLAGS)}][,bf16|fp16|fp32][,tma|aligned|any][,{'|'.join(BACKWARD_PASSES)}], "
+                "for example 4x32x8x4096x4096x128,causal"
             )
         batch, q_heads, kv_heads, seqlen_q, seqlen_k, head_dim, *rest = map(int, numbers.split("x"))
-        dtype, access, kernel_pass, unordered = DType.BFLOAT16, None, Pass.FWD, False
+        dtype, access, kernel_pass = DType.BFLOAT16, None, Pass.FWD
+        unordered, features = False, dict[str, Any]()
         sides: dict[str, int] = {}
         for flag in flags:
             if flag == "causal":
@@ -281,6 +284,8 @@ class AttentionProblem:
                 sides[side[1]] = int(side[2])
             elif flag == "unordered":
                 unordered = True
+            elif flag in _FLAGS:
+                features[flag] = True
             elif flag in _DTYPES_BY_WORD:
                 dtype = _DTYPES_BY_WORD[flag]
             elif flag in set(Access):
@@ -288,7 +293,7 @@ class AttentionProblem:
             elif flag in set(Pass):
                 kernel_pass = Pass(flag)
             else:
-                known = ["causal", "full", "left=N", "right=N", *_DTYPES_BY_WORD, *Access, *Pass, "unordered"]
+                known = ["causal", "full", "left=N", "right=N", *_DTYPES_BY_WORD, *Access, *Pass, *_FLAGS]
                 raise InvalidProblemError(f"{flag!r} in {text!r} is not one of: {', '.join(known)}")
         head_dim_v = rest[0] if rest else head_dim
         family = AttentionFamily(
@@ -298,6 +303,7 @@ class AttentionProblem:
             bounded_right="right" in sides,
             bounded_left="left" in sides,
             access=access or strongest_access(dtype, head_dim, head_dim_v),
+            **features,
         )
         shape = AttentionShape(
             batch_size=batch,
@@ -376,7 +382,7 @@ class AttentionProblem:
         dims: str,
         mask: str,
         access: str | None,
-        unordered: str | None,
+        words: str,
         shape: str,
         left: str | None,
         right: str | None,
@@ -386,12 +392,13 @@ class AttentionProblem:
         sides = {"left": left or (0 if mask in ("left", "window") else None)}
         sides["right"] = right or (0 if mask in ("causal", "window") else None)
         bounds = "".join(f",{side}={size}" for side, size in sides.items() if size is not None)
-        found = cls.parse(f"{shape}x{dims.replace('/', 'x')},{dtype},{access or Access.TMA}{bounds}")
+        flags = "".join(f",{word}" for word in words.split() if word != "unordered")
+        found = cls.parse(f"{shape}x{dims.replace('/', 'x')},{dtype},{access or Access.TMA}{bounds}{flags}")
         if found.family.mask_word != mask:
             raise InvalidProblemError(
                 f"a {mask} mask has no {bounds.lstrip(',')}; the word is {found.family.mask_word}"
             )
-        family = replace(found.family, kernel_pass=Pass(kernel_pass), unordered=unordered is not None)
+        family = replace(found.family, kernel_pass=Pass(kernel_pass), unordered="unordered" in words.split())
         return replace(found, family=family)
 
     @property
@@ -483,7 +490,8 @@ _PRODUCTS = {
     Pass.BWD_POSTPROCESS: (0, 0),
 }
 _SHAPE_KEYS = ("batch_size", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_k")
-FAMILY_OPTIONS = {"unordered", "bounded_left"}  # in a key only where it is true
+FAMILY_OPTIONS = {"unordered", "bounded_left", "softcap"}  # in a key only where it is true
+_FLAGS = ("softcap", "unordered")  # of FAMILY_OPTIONS, those that a text names by their own word
 SHAPE_OPTIONS = ("window_left", "window_right")  # in a key only where it is not 0
 _FAMILY_KEYS = {"pass", "dtype", "head_dim", "head_dim_v", "bounded_right", "access"}
 _MASK_WORDS = {
@@ -495,7 +503,8 @@ _MASK_WORDS = {
 _SHORT_DTYPES = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32"}
 _LABEL = re.compile(
     r"(?P<kernel_pass>[a-z_]+) (?P<dtype>[a-z0-9]+) d(?P<dims>[0-9]{1,4}(?:/[0-9]{1,4})?) "
-    rf"(?P<mask>{'|'.join(_MASK_WORDS.values())})(?: (?P<access>tma|aligned|any))?(?: (?P<unordered>unordered))? "
+    rf"(?P<mask>{'|'.join(_MASK_WORDS.values())})(?: (?P<access>tma|aligned|any))?"
+    rf"(?P<words>(?: (?:{'|'.join(_FLAGS)}))*) "
     r"(?P<shape>[0-9x×]+)(?: left=(?P<left>[0-9]{1,10}))?(?: right=(?P<right>[0-9]{1,10}))?"
 )
 _DTYPES_BY_WORD = {**{short: dtype for dtype, short in _SHORT_DTYPES.items()}, **{d.value: d for d in DType}}

@@ -51,6 +51,17 @@ def _hidden(
     return hidden_keys(q.shape[2], k.shape[2], right, q.device, first_row, left)
 
 
+def _capped(scores: Tensor, features: Features) -> Tensor:
+    if not features.softcap:
+        return scores
+    return features.softcap * torch.tanh(scores / features.softcap)
+
+
+def _slope(capped: Tensor, features: Features) -> Tensor | None:
+    """Derivative of the scores by what they were before the cap; None where it is 1."""
+    return 1.0 - (capped / features.softcap).square() if features.softcap else None
+
+
 def attention_reference(
     q: Tensor,
     k: Tensor,
@@ -69,7 +80,7 @@ def attention_reference(
     precise = reference_dtype(q.dtype)
     group = q.shape[1] // k.shape[1]
     k, v = (tensor.to(precise).repeat_interleave(group, dim=1) for tensor in (k, v))
-    scores = q.to(precise) @ k.transpose(-1, -2) * softmax_scale
+    scores = _capped(q.to(precise) @ k.transpose(-1, -2) * softmax_scale, features)
     hidden = _hidden(q, k, diagonal, features, first_row)
     if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
@@ -103,7 +114,8 @@ def attention_gradients(
     first, end = seen_keys(seqlen_q, k.shape[2], diagonal, features.left_diagonal)
     q, d_out = q.to(precise), d_out.to(precise)
     keys, values = (tensor[:, :, first:end].to(precise).repeat_interleave(group, dim=1) for tensor in (k, v))
-    scores = q @ keys.transpose(-1, -2) * softmax_scale
+    scores = _capped(q @ keys.transpose(-1, -2) * softmax_scale, features)
+    slope = _slope(scores, features)
     hidden = _hidden(q, keys, diagonal, features, first_key=first)
     if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
@@ -114,7 +126,7 @@ def attention_gradients(
         delta = delta - d_lse.to(precise)
     dk, dv = k.new_zeros(k.shape, dtype=precise), v.new_zeros(v.shape, dtype=precise)
     seen = (slice(None), slice(None), slice(first, end))
-    dq, dk[seen], dv[seen] = _gradients(q, keys, values, d_out, weights, delta, softmax_scale, group)
+    dq, dk[seen], dv[seen] = _gradients(q, keys, values, d_out, weights, delta, softmax_scale, group, slope)
     return dq, dk, dv
 
 
@@ -144,12 +156,13 @@ def gradients_from_statistics(
     group = q.shape[1] // k.shape[1]
     q, d_out = q.to(dtype), d_out.to(dtype)
     keys, values = (tensor.to(dtype).repeat_interleave(group, dim=1) for tensor in (k, v))
-    scores = (q @ (keys * softmax_scale).transpose(-1, -2)).to(precise)
+    scores = _capped((q @ (keys * softmax_scale).transpose(-1, -2)).to(precise), features)
+    slope = _slope(scores, features)
     weights = torch.exp(scores - torch.where(lse == float("-inf"), float("inf"), lse)[..., None])
     hidden = _hidden(q, k, diagonal, features, first_row, first_key)
     if hidden is not None:
         weights = weights.masked_fill(hidden, 0.0)
-    return _gradients(q, keys, values, d_out, weights, delta, softmax_scale, group)
+    return _gradients(q, keys, values, d_out, weights, delta, softmax_scale, group, slope)
 
 
 def _gradients(
@@ -161,10 +174,12 @@ def _gradients(
     delta: Tensor,
     softmax_scale: float,
     group: int,
+    slope: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; keys and values are repeated for the heads of a group, their gradients are summed."""
     d_weights = (d_out @ values.transpose(-1, -2)).to(weights.dtype)
-    d_scores = (weights * (d_weights - delta[..., None]) * softmax_scale).to(q.dtype)
+    d_scores = weights * (d_weights - delta[..., None]) * softmax_scale
+    d_scores = (d_scores if slope is None else d_scores * slope).to(q.dtype)
     dk, dv = d_scores.transpose(-1, -2) @ q, weights.to(q.dtype).transpose(-1, -2) @ d_out
     heads = (keys.shape[0], keys.shape[1] // group, group)
     return d_scores @ keys, dk.view(*heads, *dk.shape[2:]).sum(2), dv.view(*heads, *dv.shape[2:]).sum(2)
@@ -223,7 +238,7 @@ def attention_same_precision(
     """The same computation in the inputs' own precision, scale applied to k: the error plain torch makes."""
     group = q.shape[1] // k.shape[1]
     k, v = (tensor.repeat_interleave(group, dim=1) for tensor in (k, v))
-    scores = q @ (k * softmax_scale).transpose(-1, -2)
+    scores = _capped(q @ (k * softmax_scale).transpose(-1, -2), features)
     hidden = _hidden(q, k, diagonal, features, first_row)
     if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))

@@ -114,12 +114,32 @@ def as_scale(value: Any) -> float:
         raise InvalidProblemError(
             "softmax_scale requires a gradient, which kernels do not give; multiply q by it and pass softmax_scale=1.0"
         )
+    return _as_float("softmax_scale", value, "None means 1/sqrt(head_dim)")
+
+
+def as_softcap(value: Any) -> float:
+    """A softcap of any number type as a float; InvalidProblemError if it is no number, or wants a gradient."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise InvalidProblemError("softcap requires a gradient, which kernels do not give; pass it detached")
+    return _as_float("softcap", value, "0.0 means none")
+
+
+def _as_float(name: str, value: Any, off: str) -> float:
     try:
         if isinstance(value, (str, bytes)):
             raise TypeError
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise InvalidProblemError(f"softmax_scale={value!r} is not a number; None means 1/sqrt(head_dim)") from None
+        raise InvalidProblemError(f"{name}={value!r} is not a number; {off}") from None
+
+
+def check_softcap(softcap: float) -> None:
+    """InvalidProblemError if a softcap is neither 0 nor a positive normal fp32 number."""
+    if softcap != 0.0 and not MIN_SCALE <= softcap <= MAX_SCALE:
+        raise InvalidProblemError(
+            f"softcap={softcap} is not a positive number that float32 holds; 0.0 means none, and any other caps the "
+            "scores at ±softcap"
+        )
 
 
 def check_scale(scale: float) -> None:

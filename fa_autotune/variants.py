@@ -343,8 +343,8 @@ def _backward_default(spec: VariantSpec, family: AttentionFamily, arch: str, col
     is_dkdv = spec.kernel_pass is Pass.BWD_DKDV
     stages = 1 if multiplies_in_tensor_memory(arch) and is_dkdv else 2
     if spec.variant is Variant.TMA:
-        if columns <= 128 and stages == 1 and family.mask_word == "window":
-            return (64, 64, 8, 1)  # both edges in one loop take more registers
+        if columns <= 128 and stages == 1 and (family.mask_word == "window" or family.softcap):
+            return (64, 64, 8, 1)  # both edges in one loop, and the cap's slope, take more registers
         if columns <= 128 or (columns <= 256 and not is_dkdv):
             return (64, 64, 4, stages)
         return (64, 32, 8, stages)
@@ -417,9 +417,9 @@ def _hopper_ws_supports(family: AttentionFamily, arch: str, triton_version: tupl
 
 def _plain_scores(family: AttentionFamily) -> str | None:
     """What the kernels in Gluon, and those beside them, do not know yet."""
-    if family.bounded_left:
-        return "it knows no window to the left; the tma and portable variants serve"
-    return None
+    lacks = {"bounded_left": "window to the left", "softcap": "cap on the scores"}
+    found = [words for name, words in lacks.items() if getattr(family, name)]
+    return f"it knows no {' and no '.join(found)}; the tma and portable variants serve" if found else None
 
 
 def _fused_dims(family: AttentionFamily) -> str | None:

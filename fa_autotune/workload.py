@@ -97,11 +97,17 @@ def bottom_right_diagonal(problem: AttentionProblem) -> int | None:
     return shape.seqlen_k - shape.seqlen_q + shape.window_right if problem.family.bounded_right else None
 
 
-def seeded_features(problem: AttentionProblem, *, offset: int | None = None) -> Features:
+SOFTCAPS = (2.0, 30.0, 0.5)  # of seeds in turn: some that bend every score, some that bend the largest
+
+
+def seeded_features(problem: AttentionProblem, *, offset: int | None = None, seed: int = 0) -> Features:
     """Values of a problem's features; row i's own key is i + `offset`, bottom-right where that is None."""
-    shape = problem.shape
+    family, shape = problem.family, problem.shape
     offset = shape.seqlen_k - shape.seqlen_q if offset is None else offset
-    return Features(left_diagonal=offset - shape.window_left if problem.family.bounded_left else None)
+    return Features(
+        left_diagonal=offset - shape.window_left if family.bounded_left else None,
+        softcap=SOFTCAPS[seed % len(SOFTCAPS)] if family.softcap else 0.0,
+    )
 
 
 def seeded_workload(
@@ -119,7 +125,7 @@ def seeded_workload(
     shrinks its effect: so gradients stay of order 1, above what the numerics rule allows for rounding. `features` are
     bottom-right ones unless given.
     """
-    features = seeded_features(problem) if features is None else features
+    features = seeded_features(problem, seed=seed) if features is None else features
     family, shape = problem.family, problem.shape
     softmax_scale = family.head_dim**-0.5
     kernel_pass = family.kernel_pass

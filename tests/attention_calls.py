@@ -73,6 +73,7 @@ def referred(
     causal: bool = False,
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
 ) -> dict[str, Any]:
     """What the reference is told of a call of `attention` with these arguments."""
     left, right = window_size
@@ -80,7 +81,7 @@ def referred(
     return {
         "softmax_scale": q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale,
         "diagonal": None if right < 0 else offset + right,
-        "features": Features(left_diagonal=None if left < 0 else offset - left),
+        "features": Features(left_diagonal=None if left < 0 else offset - left, softcap=softcap),
     }
 
 

@@ -6,6 +6,8 @@ TILED = (Pass.FWD, Pass.BWD_DKDV, Pass.BWD_DQ)
 FEATURES: dict[str, dict[str, bool]] = {
     "left": {"bounded_left": True},
     "window": {"bounded_left": True, "bounded_right": True},
+    "softcap": {"softcap": True},
+    "window softcap": {"bounded_left": True, "bounded_right": True, "softcap": True},
 }
 
 

@@ -47,6 +47,7 @@ def families(draw: st.DrawFn, kernel_pass: Pass | None = None) -> AttentionFamil
         head_dim_v=head_dim_v,
         bounded_right=has_keys and draw(st.booleans()),
         bounded_left=has_keys and draw(st.booleans()),
+        softcap=has_keys and draw(st.booleans()),
         access=draw(st.sampled_from(served)),
         unordered=drawn_pass is Pass.BWD_FUSED and draw(st.booleans()),
     )

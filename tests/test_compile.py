@@ -262,8 +262,9 @@ def call(mask: int = BOTTOM_RIGHT, layout: int = BSHD, scale: float | None = Non
         call(scale=-0.3),
         call(scale=0.0),
         call(WINDOW, window_left=5, window_right=2),
+        call(softcap=1.5),
     ],
-    ids=["causal", "full bhsd", "top-left", "negative scale", "zero scale", "window"],
+    ids=["causal", "full bhsd", "top-left", "negative scale", "zero scale", "window", "softcap"],
 )
 def test_the_forward_operator_keeps_its_promises(arguments: tuple[Any, ...], reference_only: None) -> None:
     tensors = make(20, 20, heads=20, kv_heads=20, dtype=FLOAT32, device=torch.device("cpu"))

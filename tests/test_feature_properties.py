@@ -39,7 +39,12 @@ def calls(draw: st.DrawFn) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any
         dtype=draw(st.sampled_from([BFLOAT16, FLOAT16, FLOAT32])),
     )
     viewed = tuple(view(tensor) if view else tensor for tensor in tensors for view in [draw(st.sampled_from(VIEWS))])
-    arguments: dict[str, Any] = {"causal": draw(st.booleans()), "window_size": (draw(sides()), draw(sides()))}
+    arguments: dict[str, Any] = {
+        "causal": draw(st.booleans()),
+        "window_size": (draw(sides()), draw(sides())),
+        "softcap": draw(st.sampled_from([0.0, 0.7, 30.0])),
+        "softmax_scale": draw(st.sampled_from([None, 1.0, -0.4])),
+    }
     q, k, v = viewed
     return (q, k, v), arguments
 

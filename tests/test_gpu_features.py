@@ -25,6 +25,9 @@ CALLS: dict[str, dict[str, Any]] = {  # arguments of `attention`, each with a fe
     "window both": {"window_size": (100, 40)},
     "left": {"window_size": (256, -1)},
     "causal left": {"causal": True, "window_size": (511, -1)},
+    "softcap": {"softcap": 20.0, "softmax_scale": 1.0},
+    "causal softcap": {"causal": True, "softcap": 1.5},
+    "window softcap": {"window_size": (300, 0), "softcap": 1.5},
 }
 every_call = pytest.mark.parametrize("name", CALLS)
 

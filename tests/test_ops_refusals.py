@@ -15,10 +15,6 @@ from tests.attention_calls import make, runs_kernels
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("window_size", (128, 0)),
-        ("window_size", (-1, 0)),
-        ("window_size", None),
-        ("softcap", 30.0),
         ("alibi_slopes", torch.ones(4)),
         ("attn_mask", torch.ones(37, 41, dtype=torch.bool)),
         ("sinks", torch.ones(4)),

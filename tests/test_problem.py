@@ -81,18 +81,19 @@ def test_parse_reads_the_labels_that_tables_show(problem: AttentionProblem) -> N
         ("right=2", "fwd bf16 d64 causal 1×2×2×8×9 right=2", '"window_right":2'),
         ("left=0,right=0", "fwd bf16 d64 window 1×2×2×8×9", '"bounded_left":true'),
         ("left=5,right=1", "fwd bf16 d64 window 1×2×2×8×9 left=5 right=1", '"window_right":1'),
+        ("softcap,causal,left=5", "fwd bf16 d64 window softcap 1×2×2×8×9 left=5", '"softcap":true'),
     ],
 )
-def test_a_window_is_named_by_its_sides(text: str, label: str, added: str) -> None:
+def test_features_are_named_in_labels_and_keys(text: str, label: str, added: str) -> None:
     problem = AttentionProblem.parse(f"1x2x2x8x9x64,{text}")
     assert problem.label == label
     assert added in problem.key
 
 
-def test_an_open_side_leaves_nothing_in_a_key() -> None:
+def test_what_is_off_leaves_nothing_in_a_key() -> None:
     """Keys of problems without a window are those of releases that knew none."""
     assert AttentionProblem.parse("1x2x2x8x9x64,causal") == AttentionProblem.parse("1x2x2x8x9x64,right=0")
-    assert not any(word in LLAMA.key for word in ("left", "window"))
+    assert not any(word in LLAMA.key for word in ("left", "window", "softcap"))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ def test_the_short_form_names_every_problem(problem: AttentionProblem) -> None:
     text += f", left={shape.window_left}" if family.bounded_left else ""
     text += f", right={shape.window_right}" if family.bounded_right else ""
     text += f", {family.dtype.value}, {family.access.value}, {family.kernel_pass}"
-    text += ", unordered" if family.unordered else ""
+    text += "".join(f", {word}" for word in ("softcap", "unordered") if getattr(family, word))
     assert AttentionProblem.parse(text) == problem
 
 

@@ -157,6 +157,13 @@ GOLDEN_CASES = {
         Pass.BWD_DKDV, Variant.TMA, make_family(head_dim=256, bounded_left=True), SPLIT_OUTPUTS=True
     ),
     "bwd_dq_tma/bf16_d64_window": make_backward(Pass.BWD_DQ, Variant.TMA, make_family(causal=True, bounded_left=True)),
+    "fwd_portable/bf16_d64_causal_softcap": make_candidate(Variant.PORTABLE, make_family(causal=True, softcap=True)),
+    "bwd_dkdv_portable/bf16_d64_full_softcap": make_backward(
+        Pass.BWD_DKDV, Variant.PORTABLE, make_family(softcap=True)
+    ),
+    "bwd_dq_tma/bf16_d64_window_softcap": make_backward(
+        Pass.BWD_DQ, Variant.TMA, make_family(causal=True, bounded_left=True, softcap=True)
+    ),
     "bwd_dq_tma/bf16_d64_full_exact": make_backward(Pass.BWD_DQ, Variant.TMA, make_family(), EXACT_LENGTHS=True),
 }
 
@@ -345,6 +352,8 @@ ABSENT = {
         make_candidate(Variant.TMA, make_family(bounded_left=True)),
         r"\bdiagonal|last_key",
     ),
+    "no cap in a plain portable kernel": (make_candidate(Variant.PORTABLE), r"tanh|cap"),
+    "no cap in a plain tma kernel": (make_candidate(Variant.TMA), r"tanh|cap"),
     "one loop in an exact full kernel": (make_candidate(Variant.TMA, EXACT_LENGTHS=True), r"if full_end"),
     "no diagonal in a full portable kernel": (make_candidate(Variant.PORTABLE), r"diagonal|key_end|last_key"),
     "no diagonal in a full tma kernel": (make_candidate(Variant.TMA), r"diagonal|key_end|last_key"),
@@ -373,6 +382,10 @@ PRESENT = {
     "both diagonals in a window": (
         make_candidate(Variant.TMA, make_family(causal=True, bounded_left=True)),
         r"\bdiagonal.*left_diagonal",
+    ),
+    "the cap in a kernel of capped scores": (
+        make_candidate(Variant.TMA, make_family(softcap=True)),
+        r"tanh\(qk \* cap",
     ),
     "the last stride in the general form": (
         make_candidate(Variant.PORTABLE, make_family(head_dim=59)),
@@ -499,7 +512,7 @@ def test_only_numbers_enums_and_our_own_words_reach_a_template(candidate: Candid
 
 
 @pytest.mark.parametrize(
-    "name", ["head_dim", "head_dim_v", "dtype", "access", "bounded_right", "bounded_left", "kernel_pass"]
+    "name", ["head_dim", "head_dim_v", "dtype", "access", "bounded_right", "bounded_left", "softcap", "kernel_pass"]
 )
 def test_a_family_takes_no_text(name: str) -> None:
     with pytest.raises(InvalidProblemError, match=name):

@@ -294,9 +294,17 @@ def test_kernels_through_descriptors_serve_windows_on_hopper(kernel_pass: Pass) 
     assert dispatcher().peek(problem).candidate.variant is Variant.TMA
 
 
-def test_the_trace_says_why_a_window_is_not_served_by_a_variant() -> None:
-    decision = dispatcher().peek(AttentionProblem.parse("4x32x8x4096x4096x128,causal,left=1023"))
-    assert "hopper_ws can't serve this call: it knows no window to the left" in decision.describe()
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("left=1023", "it knows no window to the left;"),
+        ("softcap", "it knows no cap on the scores;"),
+        ("left=1023,softcap", "it knows no window to the left and no cap on the scores;"),
+    ],
+)
+def test_the_trace_says_why_a_feature_is_not_served_by_a_variant(text: str, says: str) -> None:
+    decision = dispatcher().peek(AttentionProblem.parse(f"4x32x8x4096x4096x128,causal,{text}"))
+    assert f"hopper_ws can't serve this call: {says} the tma and portable variants serve" in decision.describe()
 
 
 def test_a_window_to_the_right_alone_is_served_as_causal_is() -> None:
