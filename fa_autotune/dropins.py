@@ -20,8 +20,11 @@ from fa_autotune.tensors import (
     GENERATED,
     OPEN,
     TOP_LEFT,
+    Extras,
+    as_extras,
     as_scale,
     as_softcap,
+    check_kinds,
     check_tensor,
     mask_of,
 )
@@ -127,12 +130,18 @@ def _packed(
     alibi_slopes: Tensor | None,
     return_attn_probs: bool,
 ) -> Any:
-    check_features(alibi_slopes=alibi_slopes, dropout_p=dropout_p)
+    check_features(dropout_p=dropout_p)
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = as_scale(softmax_scale)
     mask, left, right = mask_of(causal, window_size)
     cap = _as_flash_attn_softcap(softcap)
-    results = attend_packed(q, packed, (softmax_scale, mask, BSHD, GENERATED, left, right, cap), return_attn_probs)
+    extras: Extras = ()
+    if alibi_slopes is not None:
+        q_like = packed.select(2, 0) if q is None else q
+        check_kinds(q_like, packed.select(2, 0), packed.select(2, 0))
+        extras = as_extras(q_like, BSHD, alibi_slopes, None)
+    call = (softmax_scale, mask, BSHD, GENERATED, left, right, cap)
+    results = attend_packed(q, packed, call, return_attn_probs, extras)
     return (*results, None) if return_attn_probs else results
 
 

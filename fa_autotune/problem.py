@@ -96,6 +96,9 @@ class AttentionFamily:
     sizes, bottom-right or top-left) is a run-time argument, so one kernel serves them all.
     `unordered`: the fused backward may add the parts of dq in any order, so that two runs differ in the last bits.
     `softcap`: scores are capped, softcap · tanh(score / softcap); the number is a run-time argument.
+    `alibi`: scores get −slope · |distance of the key from the row's own|, a slope for each batch and head.
+    `sinks`: a score for each batch and head is added to the softmax, with a value of 0. The forward alone knows it: a
+    backward has it in lse.
     """
 
     kernel_pass: Pass = Pass.FWD
@@ -107,6 +110,8 @@ class AttentionFamily:
     unordered: bool = False
     bounded_left: bool = False
     softcap: bool = False
+    alibi: bool = False
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         kinds = {"kernel_pass": Pass, "dtype": DType, "access": Access, "bounded_right": bool}
@@ -117,6 +122,10 @@ class AttentionFamily:
             raise InvalidProblemError(
                 f"unordered=True is for bwd_fused, no {self.kernel_pass.value} kernel adds up dq; write "
                 "…,bwd_fused,unordered"
+            )
+        if self.sinks and self.kernel_pass is not Pass.FWD:
+            raise InvalidProblemError(
+                f"sinks=True is for fwd: {self.kernel_pass.value} finds the sinks in lse; leave it out there"
             )
         for name in ("head_dim", "head_dim_v"):
             _require_int(name, getattr(self, name), MIN_HEAD_DIM, MAX_HEAD_DIM)
@@ -152,6 +161,11 @@ class AttentionFamily:
     def mask_word(self) -> str:
         """Which sides are bounded, in a word: full, causal (the right one), left, or window (both)."""
         return _MASK_WORDS[self.bounded_left, self.bounded_right]
+
+    @property
+    def feature_tensors(self) -> tuple[str, ...]:
+        """What the kernel takes after its outputs, fp32 (batch, num_q_heads): fields of `features.Features`."""
+        return (*(["alibi_slopes"] if self.alibi else []), *(["sinks"] if self.sinks else []))
 
     @property
     def feature_numbers(self) -> tuple[str, ...]:
@@ -255,7 +269,7 @@ class AttentionProblem:
 
         A word is causal, left=N or right=N (a window: so many keys before and after a row's own; causal is right=0),
         a dtype (bf16, fp16, fp32), an access (tma, aligned, any), a pass (fwd or one of the backward's, such as
-        bwd_dkdv), softcap, or unordered, which goes with bwd_fused.
+        bwd_dkdv), softcap, alibi, sinks, or unordered, which goes with bwd_fused.
 
         `AttentionProblem.parse("4x32x8x4096x4096x128,causal")` is Llama-like prefill in bfloat16. `×` may stand for x.
         A pass makes it that kernel's problem of the same call, as `for_pass` does.
@@ -350,7 +364,8 @@ class AttentionProblem:
                 f"{self.label} knows no keys, so it has no {kernel_pass.value} problem; start from the forward's"
             )
         if kernel_pass not in KEYLESS_PASSES:
-            return replace(self, family=replace(self.family, kernel_pass=kernel_pass, unordered=unordered))
+            sinks = self.family.sinks and kernel_pass is Pass.FWD
+            return replace(self, family=replace(self.family, kernel_pass=kernel_pass, unordered=unordered, sinks=sinks))
         family, head_dim_v = self.family, self.family.head_dim_v
         is_usual = family.access is strongest_access(family.dtype, family.head_dim, head_dim_v)
         return replace(
@@ -490,8 +505,8 @@ _PRODUCTS = {
     Pass.BWD_POSTPROCESS: (0, 0),
 }
 _SHAPE_KEYS = ("batch_size", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_k")
-FAMILY_OPTIONS = {"unordered", "bounded_left", "softcap"}  # in a key only where it is true
-_FLAGS = ("softcap", "unordered")  # of FAMILY_OPTIONS, those that a text names by their own word
+FAMILY_OPTIONS = {"unordered", "bounded_left", "softcap", "alibi", "sinks"}  # in a key only where it is true
+_FLAGS = ("softcap", "alibi", "sinks", "unordered")  # of FAMILY_OPTIONS, those that a text names by their own word
 SHAPE_OPTIONS = ("window_left", "window_right")  # in a key only where it is not 0
 _FAMILY_KEYS = {"pass", "dtype", "head_dim", "head_dim_v", "bounded_right", "access"}
 _MASK_WORDS = {

@@ -51,15 +51,27 @@ def _hidden(
     return hidden_keys(q.shape[2], k.shape[2], right, q.device, first_row, left)
 
 
-def _capped(scores: Tensor, features: Features) -> Tensor:
-    if not features.softcap:
-        return scores
-    return features.softcap * torch.tanh(scores / features.softcap)
+def _scored(
+    products: Tensor, features: Features, first_row: int = 0, first_key: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """Scores of scaled products, and their derivative by those; None where it is 1."""
+    scores, slope = products, None
+    if features.softcap:
+        bent = torch.tanh(products / features.softcap)
+        scores, slope = features.softcap * bent, 1.0 - bent.square()
+    if features.alibi_slopes is not None:
+        rows = torch.arange(first_row, first_row + products.shape[2], device=products.device)[:, None]
+        keys = torch.arange(first_key, first_key + products.shape[3], device=products.device)[None, :]
+        distance = (rows + features.key_offset - keys).abs().to(products.dtype)
+        scores = scores - features.alibi_slopes.to(products.dtype)[:, :, None, None] * distance
+    return scores, slope
 
 
-def _slope(capped: Tensor, features: Features) -> Tensor | None:
-    """Derivative of the scores by what they were before the cap; None where it is 1."""
-    return 1.0 - (capped / features.softcap).square() if features.softcap else None
+def _log_sum_exp(scores: Tensor, features: Features) -> Tensor:
+    lse = torch.logsumexp(scores, dim=-1)
+    if features.sinks is None:
+        return lse
+    return torch.logaddexp(lse, features.sinks.to(lse.dtype)[..., None])
 
 
 def attention_reference(
@@ -80,11 +92,11 @@ def attention_reference(
     precise = reference_dtype(q.dtype)
     group = q.shape[1] // k.shape[1]
     k, v = (tensor.to(precise).repeat_interleave(group, dim=1) for tensor in (k, v))
-    scores = _capped(q.to(precise) @ k.transpose(-1, -2) * softmax_scale, features)
+    scores, _ = _scored(q.to(precise) @ k.transpose(-1, -2) * softmax_scale, features, first_row)
     hidden = _hidden(q, k, diagonal, features, first_row)
     if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
-    lse = torch.logsumexp(scores, dim=-1)
+    lse = _log_sum_exp(scores, features)
     weights = torch.exp(scores - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
     out = weights @ v
     if hidden is not None and not torch.isfinite(v).all():
@@ -114,12 +126,11 @@ def attention_gradients(
     first, end = seen_keys(seqlen_q, k.shape[2], diagonal, features.left_diagonal)
     q, d_out = q.to(precise), d_out.to(precise)
     keys, values = (tensor[:, :, first:end].to(precise).repeat_interleave(group, dim=1) for tensor in (k, v))
-    scores = _capped(q @ keys.transpose(-1, -2) * softmax_scale, features)
-    slope = _slope(scores, features)
+    scores, slope = _scored(q @ keys.transpose(-1, -2) * softmax_scale, features, first_key=first)
     hidden = _hidden(q, keys, diagonal, features, first_key=first)
     if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
-    lse = torch.logsumexp(scores, dim=-1)
+    lse = _log_sum_exp(scores, features)
     weights = torch.exp(scores - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
     delta = ((weights @ values) * d_out).sum(-1)
     if d_lse is not None:
@@ -156,8 +167,8 @@ def gradients_from_statistics(
     group = q.shape[1] // k.shape[1]
     q, d_out = q.to(dtype), d_out.to(dtype)
     keys, values = (tensor.to(dtype).repeat_interleave(group, dim=1) for tensor in (k, v))
-    scores = _capped((q @ (keys * softmax_scale).transpose(-1, -2)).to(precise), features)
-    slope = _slope(scores, features)
+    products = (q @ (keys * softmax_scale).transpose(-1, -2)).to(precise)
+    scores, slope = _scored(products, features, first_row, first_key)
     weights = torch.exp(scores - torch.where(lse == float("-inf"), float("inf"), lse)[..., None])
     hidden = _hidden(q, k, diagonal, features, first_row, first_key)
     if hidden is not None:
@@ -210,7 +221,8 @@ def backward_statistics(
         part = (batch, slice(kv_head * group, (kv_head + heads) * group), slice(start, start + rows))
         out, lse_part = attention_reference(
             q[part][None], k[kv_part][None], v[kv_part][None],
-            softmax_scale=softmax_scale, diagonal=diagonal, first_row=start, features=features,
+            softmax_scale=softmax_scale, diagonal=diagonal, first_row=start,
+            features=features.of_heads(slice(batch, batch + 1), part[1]),
         )  # fmt: skip
         lse[part] = lse_part[0]
         delta[part] = (out[0] * d_out[part].to(out.dtype)).sum(-1)
@@ -238,12 +250,17 @@ def attention_same_precision(
     """The same computation in the inputs' own precision, scale applied to k: the error plain torch makes."""
     group = q.shape[1] // k.shape[1]
     k, v = (tensor.repeat_interleave(group, dim=1) for tensor in (k, v))
-    scores = _capped(q @ (k * softmax_scale).transpose(-1, -2), features)
+    scores, _ = _scored(q @ (k * softmax_scale).transpose(-1, -2), features, first_row)
     hidden = _hidden(q, k, diagonal, features, first_row)
     if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
-        return torch.softmax(scores, dim=-1).masked_fill(hidden.all(-1)[:, None], 0.0) @ v
-    return torch.softmax(scores, dim=-1) @ v
+    if features.sinks is not None:
+        sinks = features.sinks.to(scores.dtype)[:, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : k.shape[2]]
+    if hidden is not None:
+        weights = weights.masked_fill(hidden.all(-1)[:, None], 0.0)
+    return weights @ v
 
 
 def seeded_inputs(

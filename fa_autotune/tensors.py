@@ -30,6 +30,7 @@ REFERENCE, GENERATED, UNORDERED = 0, 1, 2
 DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 
 Quad = tuple[int, int, int, int]
+Extras = tuple[Tensor | None, ...]  # a call's alibi_slopes and sinks, fp32 (batch, num_q_heads); or empty, for neither
 Geometry = tuple[tuple[int, ...], tuple[int, ...]]  # size and strides
 Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
@@ -131,6 +132,40 @@ def _as_float(name: str, value: Any, off: str) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise InvalidProblemError(f"{name}={value!r} is not a number; {off}") from None
+
+
+def as_extras(q: Tensor, layout: int, alibi_slopes: Any, sinks: Any) -> Extras:
+    """Slopes and sinks of each batch and head, as kernels take them; InvalidProblemError for what is none."""
+    if alibi_slopes is sinks is None:
+        return ()
+    heads = q.shape[2 if layout == BSHD else 1]
+    return (
+        _of_heads("alibi_slopes", alibi_slopes, q, heads, batched=True),
+        _of_heads("sinks", sinks, q, heads, batched=False),
+    )
+
+
+def _of_heads(name: str, tensor: Any, q: Tensor, heads: int, *, batched: bool) -> Tensor | None:
+    if tensor is None:
+        return None
+    check_tensor(name, tensor)
+    sizes = [(heads,), *([(q.shape[0], heads)] if batched else [])]
+    if tuple(tensor.shape) not in sizes:
+        rule = f"({heads},){f' or ({q.shape[0]}, {heads})' if batched else ''}"
+        raise InvalidProblemError(
+            f"{name} has shape {tuple(tensor.shape)}; it is {rule}, a number for each query head"
+            f"{', or each of a batch' if batched else ''}"
+        )
+    if not tensor.is_floating_point():
+        raise InvalidProblemError(f"{name} is {tensor.dtype}, attention takes floating-point numbers; cast it")
+    if tensor.device != q.device:
+        raise InvalidProblemError(f"{name} is on {tensor.device} and q on {q.device}; move one of them")
+    if name == "alibi_slopes" and tensor.requires_grad and torch.is_grad_enabled():
+        raise InvalidProblemError(
+            "alibi_slopes requires a gradient, which kernels do not give; pass alibi_slopes.detach()"
+        )
+    wide: Tensor = tensor.to(torch.float32).expand(q.shape[0], heads)
+    return wide
 
 
 def check_softcap(softcap: float) -> None:

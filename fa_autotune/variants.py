@@ -353,7 +353,7 @@ def _backward_default(spec: VariantSpec, family: AttentionFamily, arch: str, col
     if family.access is Access.ANY:  # a pointer for each element leaves fewer registers
         return (32, 32, 8, 1) if columns <= 128 else (16, 32, 8, 1) if columns <= 256 else (16, 16, 4, 1)
     if columns <= 128:
-        return (64, 32, 4, 2)
+        return (64, 32, 8 if family.alibi and stages == 1 else 4, 2)
     if columns <= 256:
         return (64, 16, 8, stages)
     return (32, 32, 8, 2) if columns <= 320 else (16, 32, 4, 1)
@@ -417,7 +417,9 @@ def _hopper_ws_supports(family: AttentionFamily, arch: str, triton_version: tupl
 
 def _plain_scores(family: AttentionFamily) -> str | None:
     """What the kernels in Gluon, and those beside them, do not know yet."""
-    lacks = {"bounded_left": "window to the left", "softcap": "cap on the scores"}
+    lacks = {"bounded_left": "window to the left", "softcap": "cap on the scores", "alibi": "ALiBi"}
+    if family.kernel_pass is Pass.FWD:
+        lacks["sinks"] = "sinks"
     found = [words for name, words in lacks.items() if getattr(family, name)]
     return f"it knows no {' and no '.join(found)}; the tma and portable variants serve" if found else None
 

@@ -179,7 +179,7 @@ def verify_sampled(
         inputs=inputs,
         softmax_scale=softmax_scale,
         diagonal=bottom_right_diagonal(problem),
-        features=seeded_features(problem) if features is None else features,
+        features=seeded_features(problem, device=inputs[0].device) if features is None else features,
     )
     first, second = islice(_launched(kernel, workload), 2)
     worst = _Worst()
@@ -415,7 +415,7 @@ def _expected(family: AttentionFamily, probe: Probe, device_name: str) -> tuple[
         diagonal=diagonal,
         seed=probe.seed,
         scale=probe.scale,
-        features=seeded_features(problem, offset=probe.offset, seed=probe.seed),
+        features=seeded_features(problem, device=device, offset=probe.offset, seed=probe.seed),
     )
     expected = _expectations(workload, workload.inputs)
     if family.kernel_pass not in KEYLESS_PASSES:
@@ -462,6 +462,9 @@ def _expectations(
     if family.kernel_pass is Pass.FWD:
         ref, lse = attention_reference(*inputs, **call)
         pt, empty = attention_same_precision(*inputs, **call), lse == float("-inf")
+        if workload.features.sinks is not None:  # which are in the lse of rows that see no key
+            call["features"] = replace(workload.features, sinks=None)
+            empty = attention_reference(*inputs, **call)[1] == float("-inf")
         return [_Numbers(name="out", ref=ref, pt=pt, zero=empty, why="rows that see no key"), _Lse(ref=lse)]
     refs = gradients_from_statistics(*inputs, **call, first_key=first_key)
     pts = gradients_from_statistics(*inputs, **call, first_key=first_key, dtype=inputs[0].dtype)
@@ -524,7 +527,8 @@ def _expected_stretch(workload: Workload, batch: int, head: int, start: int, sto
         parts = [tensor[rows_of] for tensor in inputs]
     else:
         parts = [tensor[keys_of if place in (1, 2) else rows_of] for place, tensor in enumerate(inputs)]
-    return _expectations(workload, tuple(parts), **first)
+    part = replace(workload, features=workload.features.of_heads(one, rows_of[1]))
+    return _expectations(part, tuple(parts), **first)
 
 
 def _samples(workload: Workload) -> Iterator[tuple[int, int, int, int]]:

@@ -87,8 +87,8 @@ class Workload:
         """What the kernel is called with."""
         if self.family.kernel_pass in KEYLESS_PASSES:
             return (*self.inputs, *outputs)
-        numbers = self.features.numbers(self.family)
-        return (*self.inputs, *outputs, self.softmax_scale, self.diagonal, *numbers)
+        tensors, numbers = self.features.tensors(self.family), self.features.numbers(self.family)
+        return (*self.inputs, *outputs, *tensors, self.softmax_scale, self.diagonal, *numbers)
 
 
 def bottom_right_diagonal(problem: AttentionProblem) -> int | None:
@@ -100,13 +100,27 @@ def bottom_right_diagonal(problem: AttentionProblem) -> int | None:
 SOFTCAPS = (2.0, 30.0, 0.5)  # of seeds in turn: some that bend every score, some that bend the largest
 
 
-def seeded_features(problem: AttentionProblem, *, offset: int | None = None, seed: int = 0) -> Features:
-    """Values of a problem's features; row i's own key is i + `offset`, bottom-right where that is None."""
+def seeded_features(
+    problem: AttentionProblem, *, device: torch.device, offset: int | None = None, seed: int = 0
+) -> Features:
+    """Values of a problem's features; row i's own key is i + `offset`, bottom-right where that is None.
+
+    Slopes and sinks are those of heads for even seeds (stride 0 over the batch), else of each batch and head; odd seeds
+    have a sink of −inf, which is none, and a very large one.
+    """
     family, shape = problem.family, problem.shape
     offset = shape.seqlen_k - shape.seqlen_q if offset is None else offset
+    size = (shape.batch_size, shape.num_q_heads)
+    generator = torch.Generator(device=device).manual_seed(seed + 2**22)
+    slopes, sinks = (torch.randn(size if seed % 2 else size[1:], generator=generator, device=device) for _ in range(2))
+    if seed % 2:
+        sinks[0, 0], sinks[-1, -1] = float("-inf"), 80.0
     return Features(
         left_diagonal=offset - shape.window_left if family.bounded_left else None,
         softcap=SOFTCAPS[seed % len(SOFTCAPS)] if family.softcap else 0.0,
+        alibi_slopes=(0.3 * slopes.abs()).expand(size) if family.alibi else None,
+        sinks=(2.0 * sinks).expand(size) if family.sinks else None,
+        key_offset=shape.seqlen_k - shape.seqlen_q,
     )
 
 
@@ -125,7 +139,7 @@ def seeded_workload(
     shrinks its effect: so gradients stay of order 1, above what the numerics rule allows for rounding. `features` are
     bottom-right ones unless given.
     """
-    features = seeded_features(problem, seed=seed) if features is None else features
+    features = seeded_features(problem, device=device, seed=seed) if features is None else features
     family, shape = problem.family, problem.shape
     softmax_scale = family.head_dim**-0.5
     kernel_pass = family.kernel_pass

@@ -74,6 +74,8 @@ def referred(
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> dict[str, Any]:
     """What the reference is told of a call of `attention` with these arguments."""
     left, right = window_size
@@ -81,7 +83,13 @@ def referred(
     return {
         "softmax_scale": q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale,
         "diagonal": None if right < 0 else offset + right,
-        "features": Features(left_diagonal=None if left < 0 else offset - left, softcap=softcap),
+        "features": Features(
+            left_diagonal=None if left < 0 else offset - left,
+            softcap=softcap,
+            alibi_slopes=None if alibi_slopes is None else alibi_slopes.float().expand(q.shape[0], q.shape[2]),
+            sinks=None if sinks is None else sinks.detach().float().expand(q.shape[0], q.shape[2]),
+            key_offset=offset,
+        ),
     }
 
 

@@ -8,6 +8,11 @@ FEATURES: dict[str, dict[str, bool]] = {
     "window": {"bounded_left": True, "bounded_right": True},
     "softcap": {"softcap": True},
     "window softcap": {"bounded_left": True, "bounded_right": True, "softcap": True},
+    "alibi": {"alibi": True},
+    "causal alibi": {"bounded_right": True, "alibi": True},
+    "window alibi softcap": {"bounded_left": True, "bounded_right": True, "alibi": True, "softcap": True},
+    "sinks": {"sinks": True},
+    "window alibi sinks": {"bounded_left": True, "bounded_right": True, "alibi": True, "sinks": True},
 }
 
 
@@ -19,7 +24,8 @@ def make_family(
     head_dim_v: int | None = None,
     access: Access | None = None,
 ) -> AttentionFamily:
-    """A family of a pass with features by name."""
+    """A family of a pass with features by name; a backward's knows no sinks."""
+    known = {name: on for name, on in FEATURES[features].items() if name != "sinks" or kernel_pass is Pass.FWD}
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     return AttentionFamily(
         kernel_pass=kernel_pass,
@@ -27,5 +33,5 @@ def make_family(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         access=access or strongest_access(dtype, head_dim, head_dim_v),
-        **{"bounded_right": False, **FEATURES[features]},
+        **{"bounded_right": False, **known},
     )

@@ -48,6 +48,8 @@ def families(draw: st.DrawFn, kernel_pass: Pass | None = None) -> AttentionFamil
         bounded_right=has_keys and draw(st.booleans()),
         bounded_left=has_keys and draw(st.booleans()),
         softcap=has_keys and draw(st.booleans()),
+        alibi=has_keys and draw(st.booleans()),
+        sinks=drawn_pass is Pass.FWD and draw(st.booleans()),
         access=draw(st.sampled_from(served)),
         unordered=drawn_pass is Pass.BWD_FUSED and draw(st.booleans()),
     )

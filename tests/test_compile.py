@@ -80,6 +80,26 @@ def test_a_compiled_call_is_one_graph_with_the_results_of_the_eager_one(causal: 
 
 
 @runs_kernels
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"window_size": (5, 2)},
+        {"causal": True, "window_size": [5, -1]},
+        {"softcap": 2.0},
+        {"alibi_slopes": torch.tensor([0.5, 0.1, 0.0, 1.0], device=DEVICE)},
+    ],
+    ids=["window", "causal left", "softcap", "alibi"],
+)
+def test_a_compiled_call_with_a_feature_is_one_graph(arguments: dict[str, Any]) -> None:
+    tensors, sinks = make(20, 30), torch.tensor([0.0, 1.0, -1.0, 3.0], device=DEVICE)
+
+    def step(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        return attention(q, k, v, sinks=sinks, **arguments)
+
+    assert_same(compiled(step), step, *tensors, sinks)
+
+
+@runs_kernels
 def test_both_results_may_be_used_and_differentiated() -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
         out, lse = attention(q, k, v, causal=True, return_lse=True)
@@ -263,8 +283,10 @@ def call(mask: int = BOTTOM_RIGHT, layout: int = BSHD, scale: float | None = Non
         call(scale=0.0),
         call(WINDOW, window_left=5, window_right=2),
         call(softcap=1.5),
+        (*call(), torch.rand(2, 20), None),
+        (*call(), None, torch.rand(2, 20, requires_grad=True)),
     ],
-    ids=["causal", "full bhsd", "top-left", "negative scale", "zero scale", "window", "softcap"],
+    ids=["causal", "full bhsd", "top-left", "negative scale", "zero scale", "window", "softcap", "alibi", "sinks"],
 )
 def test_the_forward_operator_keeps_its_promises(arguments: tuple[Any, ...], reference_only: None) -> None:
     tensors = make(20, 20, heads=20, kv_heads=20, dtype=FLOAT32, device=torch.device("cpu"))
@@ -277,7 +299,7 @@ def test_the_forward_operator_keeps_its_promises_with_kernels() -> None:
     torch.library.opcheck(OPS.forward.default, (*requiring(*make(20, 20, batch=1)), *call()))
 
 
-@pytest.mark.parametrize("needed", [[True, True, True], [True, False, False], [False, False, True]])
+@pytest.mark.parametrize("needed", [[True] * 3 + [False], [True] + [False] * 3, [False, False, True, False]])
 @pytest.mark.parametrize("given", ["d_out", "d_lse", "both"])
 def test_the_backward_operator_keeps_its_promises(given: str, needed: list[bool], reference_only: None) -> None:
     tensors = make(20, 30, dtype=FLOAT32, device=torch.device("cpu"))
@@ -287,11 +309,19 @@ def test_the_backward_operator_keeps_its_promises(given: str, needed: list[bool]
     torch.library.opcheck(OPS.backward.default, (d_out, d_lse, *tensors, out, lse, needed, *call()))
 
 
+def test_the_backward_operator_keeps_its_promises_with_sinks(reference_only: None) -> None:
+    tensors, extras = make(20, 30, dtype=FLOAT32, device=torch.device("cpu")), (torch.rand(2, 4), torch.rand(2, 4))
+    out, lse = OPS.forward(*tensors, *call(), *extras)
+    for needed in ([True] * 4, [False, False, False, True]):
+        arguments = (torch.randn_like(out), torch.randn_like(lse), *tensors, out, lse, needed, *call(), *extras)
+        torch.library.opcheck(OPS.backward.default, arguments)
+
+
 @runs_kernels
 def test_the_backward_operator_keeps_its_promises_with_kernels() -> None:
     tensors = make(20, 20, batch=1)
     out, lse = OPS.forward(*tensors, *call())
-    arguments = (torch.randn_like(out), torch.randn_like(lse), *tensors, out, lse, [True, True, True], *call())
+    arguments = (torch.randn_like(out), torch.randn_like(lse), *tensors, out, lse, [True, True, True, False], *call())
     torch.library.opcheck(OPS.backward.default, arguments)
 
 

@@ -46,6 +46,12 @@ def calls(draw: st.DrawFn) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any
         "softmax_scale": draw(st.sampled_from([None, 1.0, -0.4])),
     }
     q, k, v = viewed
+    heads, generator = q.shape[2], torch.Generator().manual_seed(q.shape[1])
+    if draw(st.booleans()):
+        size = draw(st.sampled_from([(heads,), (q.shape[0], heads)]))
+        arguments["alibi_slopes"] = torch.rand(size, generator=generator) * draw(st.sampled_from([0.01, 1.0]))
+    if draw(st.booleans()):
+        arguments["sinks"] = torch.randn(heads, generator=generator) * draw(st.sampled_from([1.0, 10.0]))
     return (q, k, v), arguments
 
 

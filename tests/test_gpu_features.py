@@ -29,7 +29,18 @@ CALLS: dict[str, dict[str, Any]] = {  # arguments of `attention`, each with a fe
     "causal softcap": {"causal": True, "softcap": 1.5},
     "window softcap": {"window_size": (300, 0), "softcap": 1.5},
 }
+CALLS |= {
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.02, 0.01])},
+    "causal alibi": {"causal": True, "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.02, 0.01])},
+    "sinks": {"sinks": torch.tensor([0.0, 1.0, -2.0, 8.0, 3.0, 30.0])},
+    "window sinks": {"window_size": (127, 0), "sinks": torch.tensor([0.0, 1.0, -2.0, 8.0, 3.0, 30.0])},
+}
 every_call = pytest.mark.parametrize("name", CALLS)
+
+
+def arguments_of(name: str, heads: int) -> dict[str, Any]:
+    """The arguments of a call with so many heads, on the GPU."""
+    return {key: value[:heads].cuda() if isinstance(value, Tensor) else value for key, value in CALLS[name].items()}
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -89,25 +100,26 @@ def test_every_seed_that_loads_passes_its_probes(head_dim: int, kernel_pass: Pas
 )
 def test_attention_follows_the_numerics_rule(seqlen_q: int, seqlen_k: int, name: str) -> None:
     q, k, v = randn(2, seqlen_q, 6, 128), randn(2, seqlen_k, 2, 128), randn(2, seqlen_k, 2, 128)
+    arguments = arguments_of(name, 6)
     with torch.no_grad():
-        assert_right(q, k, v, **CALLS[name])
-    assert_gradients_right(q, k, v, **CALLS[name], factor=3.0)
+        assert_right(q, k, v, **arguments)
+    assert_gradients_right(q, k, v, **arguments, factor=3.0)
 
 
 @every_call
 def test_fifty_backwards_are_equal_to_the_bit(name: str) -> None:
-    tensors = [randn(4, 1000, 8, 64) for _ in range(3)]
-    first = gradients(*tensors, **CALLS[name])
+    tensors, arguments = [randn(4, 1000, 6, 64) for _ in range(3)], arguments_of(name, 6)
+    first = gradients(*tensors, **arguments)
     for _ in range(50):
-        assert all(map(torch.equal, gradients(*tensors, **CALLS[name]), first))
+        assert all(map(torch.equal, gradients(*tensors, **arguments), first))
 
 
 @every_call
 def test_a_compiled_step_gives_the_bits_of_the_eager_one(name: str) -> None:
-    tensors = [randn(2, 300, 4, 64) for _ in range(3)]
+    tensors, arguments = [randn(2, 300, 4, 64) for _ in range(3)], arguments_of(name, 4)
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, **CALLS[name])
+        return attention(q, k, v, **arguments)
 
     compiled, eager = requiring(*tensors), requiring(*tensors)
     out, expected = torch.compile(step, fullgraph=True)(*compiled), step(*eager)
@@ -119,10 +131,10 @@ def test_a_compiled_step_gives_the_bits_of_the_eager_one(name: str) -> None:
 @every_call
 def test_a_captured_step_replays(name: str) -> None:
     static = requiring(*(randn(2, 500, 4, 64) for _ in range(3)))
-    d_out = gradient_of(static[0].shape)
+    d_out, arguments = gradient_of(static[0].shape), arguments_of(name, 4)
 
     def step() -> tuple[Tensor, ...]:
-        out = attention(*static, **CALLS[name])
+        out = attention(*static, **arguments)
         return out, *torch.autograd.grad(out, static, d_out)
 
     step()
@@ -135,6 +147,22 @@ def test_a_captured_step_replays(name: str) -> None:
             tensor.copy_(torch.randn_like(tensor))
     graph.replay()
     assert all(map(torch.equal, captured, step()))
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_gradient_of_sinks_is_that_of_its_definition(head_dim: int, alone: bool) -> None:
+    """Alone, delta comes from its own kernel; with the others, from the fused backward where that is taken."""
+    q, k, v = (randn(2, 1000, 4, head_dim).requires_grad_(not alone) for _ in range(3))
+    sinks = torch.tensor([0.0, 3.0, -4.0, 9.0], device="cuda", requires_grad=True)
+    out = attention(q, k, v, causal=True, sinks=sinks)
+    d_out = gradient_of(out.shape)
+    found, *_ = torch.autograd.grad(out, [sinks] if alone else [sinks, q, k, v], d_out)
+    with torch.no_grad():
+        _, lse = attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
+        delta = (out.float() * d_out.float()).sum(-1).transpose(1, 2)
+        exact = -(torch.exp(sinks[:, None] - lse) * delta).sum((0, 2))
+    torch.testing.assert_close(found, exact, atol=1e-3, rtol=1e-3)
 
 
 def test_a_window_costs_what_its_keys_cost() -> None:

@@ -81,6 +81,7 @@ def test_parse_reads_the_labels_that_tables_show(problem: AttentionProblem) -> N
         ("right=2", "fwd bf16 d64 causal 1×2×2×8×9 right=2", '"window_right":2'),
         ("left=0,right=0", "fwd bf16 d64 window 1×2×2×8×9", '"bounded_left":true'),
         ("left=5,right=1", "fwd bf16 d64 window 1×2×2×8×9 left=5 right=1", '"window_right":1'),
+        ("sinks,alibi", "fwd bf16 d64 full alibi sinks 1×2×2×8×9", '"alibi":true'),
         ("softcap,causal,left=5", "fwd bf16 d64 window softcap 1×2×2×8×9 left=5", '"softcap":true'),
     ],
 )
@@ -93,7 +94,7 @@ def test_features_are_named_in_labels_and_keys(text: str, label: str, added: str
 def test_what_is_off_leaves_nothing_in_a_key() -> None:
     """Keys of problems without a window are those of releases that knew none."""
     assert AttentionProblem.parse("1x2x2x8x9x64,causal") == AttentionProblem.parse("1x2x2x8x9x64,right=0")
-    assert not any(word in LLAMA.key for word in ("left", "window", "softcap"))
+    assert not any(word in LLAMA.key for word in ("left", "window", "softcap", "alibi", "sinks"))
 
 
 @pytest.mark.parametrize(
@@ -116,6 +117,15 @@ def test_a_key_that_spells_out_what_is_off_is_refused(entry: str) -> None:
     spelled = key.replace('"bounded_left":true' if "bounded" in entry else '"window_left":3', entry)
     with pytest.raises(InvalidProblemError, match="missing or unknown entries"):
         AttentionProblem.from_key(spelled)
+
+
+def test_sinks_are_the_forwards_alone() -> None:
+    """A backward's kernels find them in lse, and are those of calls without sinks."""
+    problem = AttentionProblem.parse("1x2x2x8x9x64,sinks")
+    for kernel_pass in BACKWARD_PASSES:
+        assert problem.for_pass(kernel_pass) == AttentionProblem.parse("1x2x2x8x9x64").for_pass(kernel_pass)
+    with pytest.raises(InvalidProblemError, match=r"sinks=True is for fwd: bwd_dq finds the sinks in lse"):
+        replace(problem.family, kernel_pass=Pass.BWD_DQ)
 
 
 def test_a_window_on_a_side_that_is_open_is_refused() -> None:
@@ -142,7 +152,7 @@ def test_the_short_form_names_every_problem(problem: AttentionProblem) -> None:
     text += f", left={shape.window_left}" if family.bounded_left else ""
     text += f", right={shape.window_right}" if family.bounded_right else ""
     text += f", {family.dtype.value}, {family.access.value}, {family.kernel_pass}"
-    text += "".join(f", {word}" for word in ("softcap", "unordered") if getattr(family, word))
+    text += "".join(f", {word}" for word in ("softcap", "alibi", "sinks", "unordered") if getattr(family, word))
     assert AttentionProblem.parse(text) == problem
 
 

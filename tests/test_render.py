@@ -164,6 +164,16 @@ GOLDEN_CASES = {
     "bwd_dq_tma/bf16_d64_window_softcap": make_backward(
         Pass.BWD_DQ, Variant.TMA, make_family(causal=True, bounded_left=True, softcap=True)
     ),
+    "fwd_portable/bf16_d64_causal_alibi_sinks": make_candidate(
+        Variant.PORTABLE, make_family(causal=True, alibi=True, sinks=True), ROW_SUM_LANES=8
+    ),
+    "fwd_tma/bf16_d64_full_sinks": make_candidate(Variant.TMA, make_family(sinks=True)),
+    "bwd_dkdv_tma/bf16_d64_causal_alibi": make_backward(
+        Pass.BWD_DKDV, Variant.TMA, make_family(causal=True, alibi=True)
+    ),
+    "bwd_dq_portable/bf16_d64_window_alibi_softcap": make_backward(
+        Pass.BWD_DQ, Variant.PORTABLE, make_family(causal=True, bounded_left=True, alibi=True, softcap=True)
+    ),
     "bwd_dq_tma/bf16_d64_full_exact": make_backward(Pass.BWD_DQ, Variant.TMA, make_family(), EXACT_LENGTHS=True),
 }
 
@@ -352,6 +362,14 @@ ABSENT = {
         make_candidate(Variant.TMA, make_family(bounded_left=True)),
         r"\bdiagonal|last_key",
     ),
+    "no bias and no sink in a plain portable kernel": (
+        make_candidate(Variant.PORTABLE),
+        r"slope|own_key|key_offset|sink|BASE_2",
+    ),
+    "no bias and no sink in a plain tma kernel": (
+        make_candidate(Variant.TMA),
+        r"slope|own_key|key_offset|sink|BASE_2",
+    ),
     "no cap in a plain portable kernel": (make_candidate(Variant.PORTABLE), r"tanh|cap"),
     "no cap in a plain tma kernel": (make_candidate(Variant.TMA), r"tanh|cap"),
     "one loop in an exact full kernel": (make_candidate(Variant.TMA, EXACT_LENGTHS=True), r"if full_end"),
@@ -386,6 +404,10 @@ PRESENT = {
     "the cap in a kernel of capped scores": (
         make_candidate(Variant.TMA, make_family(softcap=True)),
         r"tanh\(qk \* cap",
+    ),
+    "the bias and the sink": (
+        make_candidate(Variant.TMA, make_family(alibi=True, sinks=True)),
+        r"alibi_slopes_ptr.*sinks_ptr.*slope \* tl\.abs.*exp2\(sink - ",
     ),
     "the last stride in the general form": (
         make_candidate(Variant.PORTABLE, make_family(head_dim=59)),
@@ -512,7 +534,19 @@ def test_only_numbers_enums_and_our_own_words_reach_a_template(candidate: Candid
 
 
 @pytest.mark.parametrize(
-    "name", ["head_dim", "head_dim_v", "dtype", "access", "bounded_right", "bounded_left", "softcap", "kernel_pass"]
+    "name",
+    [
+        "head_dim",
+        "head_dim_v",
+        "dtype",
+        "access",
+        "bounded_right",
+        "bounded_left",
+        "softcap",
+        "alibi",
+        "sinks",
+        "kernel_pass",
+    ],
 )
 def test_a_family_takes_no_text(name: str) -> None:
     with pytest.raises(InvalidProblemError, match=name):

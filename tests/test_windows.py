@@ -18,7 +18,7 @@ from fa_autotune import (
     kernel_plan,
 )
 from fa_autotune.device import KNOWN_DEVICES
-from fa_autotune.dispatch import Dispatcher
+from fa_autotune.dispatch import BackwardWay, Dispatcher
 from fa_autotune.errors import InvalidProblemError
 from fa_autotune.problem import AttentionProblem, Pass
 from fa_autotune.records import Candidate, Variant
@@ -299,6 +299,8 @@ def test_kernels_through_descriptors_serve_windows_on_hopper(kernel_pass: Pass) 
     [
         ("left=1023", "it knows no window to the left;"),
         ("softcap", "it knows no cap on the scores;"),
+        ("alibi", "it knows no ALiBi;"),
+        ("sinks", "it knows no sinks;"),
         ("left=1023,softcap", "it knows no window to the left and no cap on the scores;"),
     ],
 )
@@ -310,6 +312,12 @@ def test_the_trace_says_why_a_feature_is_not_served_by_a_variant(text: str, says
 def test_a_window_to_the_right_alone_is_served_as_causal_is() -> None:
     decision = dispatcher().peek(AttentionProblem.parse("4x32x8x4096x4096x128,right=100"))
     assert decision.candidate.variant is Variant.HOPPER_WS
+
+
+def test_the_backward_of_sinks_may_be_fused() -> None:
+    choice = dispatcher().backward_choice(AttentionProblem.parse("4x32x8x4096x4096x128,causal,sinks"))
+    assert choice == dispatcher().backward_choice(AttentionProblem.parse("4x32x8x4096x4096x128,causal"))
+    assert choice.way is BackwardWay.FUSED
 
 
 def test_the_backward_of_a_window_is_split_and_says_why() -> None:
