@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fa_autotune.bound_launch import Launch, bind
 from fa_autotune.dispatch import BackwardWay
+from fa_autotune.features import NO_FEATURES, Features
 from fa_autotune.fused_workspace import dq_acc_size, statistics_size, turns_size
 from fa_autotune.live_kernels import dispatcher_of, kernel_for
 from fa_autotune.problem import KEYLESS_PASSES, Access, AttentionProblem, Pass
@@ -23,16 +24,19 @@ class Backward(Protocol):
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
-        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
-    ) -> None:  # fmt: skip
-        """Write dq, dk and dv, those of them that are needed; only the addresses of the other tensors are read."""
+        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, alibi_slopes: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Write dq, dk and dv, those of them that are needed, and give delta (batch, num_q_heads, seqlen_q).
+
+        Only the addresses of the other tensors are read.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardCall:
-    """A kind of backward: the forward's problem, the index of its GPU (negative: the interpreter's), its scalars, and
-    what allocates memory beside the tensors.
+    """A kind of backward: the forward's problem, the index of its GPU (negative: the interpreter's), its scalars and
+    features, and what allocates memory beside the tensors.
 
     The tensors are (batch, heads, seqlen, head_dim), those that are yet to be allocated on the meta device.
     """
@@ -42,14 +46,18 @@ class BackwardCall:
     softmax_scale: float
     diagonal: int | None
     allocate: Allocate
+    features: Features = NO_FEATURES
 
     def bound(self, kernel_pass: Pass, access: Access, *tensors: Tensor, unordered: bool = False) -> Launch:
         """The kernel that dispatch chooses for a pass, bound to tensors."""
         problem = self.problem.for_pass(kernel_pass, unordered=unordered)
         problem = replace(problem, family=replace(problem.family, access=access))
-        numbers = () if kernel_pass in KEYLESS_PASSES else (self.softmax_scale, self.diagonal)
+        numbers: tuple[float | int | None, ...] = ()
+        if kernel_pass not in KEYLESS_PASSES:
+            numbers = (self.softmax_scale, self.diagonal, *self.features.numbers(problem.family))
         gpu = self.index if self.index >= 0 else None
-        return bind(kernel_for(problem, self.index), tensors, *numbers, gpu=gpu)
+        every = (*tensors, *self.features.tensors(problem.family))
+        return bind(kernel_for(problem, self.index), every, *numbers, gpu=gpu)
 
 
 def bind_backward(
@@ -85,16 +93,18 @@ class SplitBackward:
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
-        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
-    ) -> None:  # fmt: skip
+        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, alibi_slopes: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         delta = self._allocate(*self._statistic, torch.float32)
         self._delta(out, d_out, delta)
         if d_lse is not None:
             delta.sub_(d_lse)
+        more = () if alibi_slopes is None else (alibi_slopes,)
         if self._dkdv is not None:
-            self._dkdv(q, k, v, d_out, lse, delta, dk, dv)
+            self._dkdv(q, k, v, d_out, lse, delta, dk, dv, *more)
         if self._dq is not None:
-            self._dq(q, k, v, d_out, lse, delta, dq)
+            self._dq(q, k, v, d_out, lse, delta, dq, *more)
+        return delta
 
 
 class FusedBackward:
@@ -120,16 +130,18 @@ class FusedBackward:
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
-        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
-    ) -> None:  # fmt: skip
+        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, alibi_slopes: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         statistics = self._allocate(*self._statistics, torch.float32)
         turns = self._allocate(*self._turns, torch.int32)
         dq_acc = self._allocate(*self._dq_acc, torch.float32)
         self._preprocess(out, d_out, lse, statistics, turns)
+        *heads, seqlen_q = self._rows
+        delta = statistics[1].view(*heads, -1)[..., :seqlen_q]
         if d_lse is not None:
-            *heads, seqlen_q = self._rows
-            statistics[1].view(*heads, -1)[..., :seqlen_q].sub_(d_lse)
+            delta.sub_(d_lse)
         if self._unordered:
             dq_acc.zero_()
         self._fused(q, k, v, d_out, statistics, turns, dk, dv, dq_acc)
         self._postprocess(dq_acc, dq)
+        return delta

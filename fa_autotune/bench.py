@@ -31,8 +31,8 @@ from fa_autotune.paths import interpreting
 from fa_autotune.problem import AttentionProblem, Pass
 from fa_autotune.records import Measurement
 from fa_autotune.reference import seeded_inputs
-from fa_autotune.tensors import BHSD, BOTTOM_RIGHT, FULL, GENERATED, UNORDERED
-from fa_autotune.workload import bottom_right_diagonal
+from fa_autotune.tensors import BHSD, GENERATED, UNORDERED, WINDOW
+from fa_autotune.workload import bottom_right_diagonal, seeded_features
 
 OURS, OURS_UNORDERED = "ours", "ours-unordered"
 
@@ -243,16 +243,20 @@ def _ours(
     scale = q.shape[3] ** -0.5
     diagonal = bottom_right_diagonal(problem)
     note = f"{decision.candidate.variant} {config_label(decision.candidate.config)} ({decision.origin})"
-    return partial(kernel, q, k, v, out, lse, scale, diagonal), note
+    numbers = seeded_features(problem, device=q.device).numbers(problem.family)
+    return partial(kernel, q, k, v, out, lse, scale, diagonal, *numbers), note
 
 
 def _our_backward(
     dispatcher: Dispatcher, backend: int, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Launch, str]:
     """What a training step launches after the forward, and the memory that it allocates; `backend` as in `tensors`."""
-    plan = plan_of(q, k, v, None, BOTTOM_RIGHT if problem.family.bounded_right else FULL, BHSD, backend)
-    out, lse = plan.forward(q, k, v)
-    launch = partial(plan.backward, (q, k, v, out, lse), torch.randn_like(out), None, (True, True, True))
+    features = seeded_features(problem, device=q.device)
+    extras = () if features.alibi_slopes is features.sinks is None else (features.alibi_slopes, features.sinks)
+    plan = plan_of(q, k, v, (None, WINDOW, BHSD, backend, *problem.window, features.softcap), extras)
+    out, lse = plan.forward(q, k, v, *extras)
+    needed = (True, True, True, features.sinks is not None)
+    launch = partial(plan.backward, (q, k, v, out, lse, *extras), torch.randn_like(out), None, needed)
     problems = dispatcher.backward(problem.as_called(), unordered=backend == UNORDERED)
     candidates = [dispatcher.decide(one).candidate for one in problems]
     return launch, "; ".join(
@@ -263,7 +267,15 @@ def _our_backward(
 
 
 def _ours_unordered(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Any], str]:
-    launch = partial(attention, q, k, v, causal=problem.family.bounded_right, layout="bhsd", deterministic=False)
+    features = seeded_features(problem, device=q.device)
+    options: dict[str, Any] = {
+        "window_size": problem.window,
+        "softcap": features.softcap,
+        "alibi_slopes": features.alibi_slopes,
+        "sinks": None if features.sinks is None else features.sinks[0],
+        "deterministic": False,
+    }
+    launch = partial(attention, q, k, v, layout="bhsd", **options)
     return launch, "ours with deterministic=False"
 
 
@@ -297,17 +309,31 @@ def _sdpa(
 def _flex(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Tensor], str]:
     from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415 - imports the compiler
 
+    _require_no_tensors(problem)
     shape = problem.shape
     mask = None
-    if problem.family.bounded_right:
+    left, right = problem.window
+    if problem.family.bounded_left or problem.family.bounded_right:
         offset = shape.seqlen_k - shape.seqlen_q
+        first = offset - (left if left >= 0 else shape.seqlen_k)
+        last = offset + (right if right >= 0 else shape.seqlen_q)
+
+        def visible(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            return (key >= row + first) & (key <= row + last)
 
         def causal(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-            return key <= row + offset
+            return key <= row + last
 
-        mask = create_block_mask(causal, None, None, shape.seqlen_q, shape.seqlen_k, device=q.device)
-    attention = _compiled_flex()
-    launch = partial(attention, q, k, v, block_mask=mask, enable_gqa=shape.gqa_group_size > 1)
+        shown = visible if problem.family.bounded_left else causal
+        mask = create_block_mask(shown, None, None, shape.seqlen_q, shape.seqlen_k, device=q.device)
+    options: dict[str, Any] = {"block_mask": mask, "enable_gqa": shape.gqa_group_size > 1}
+    if (softcap := seeded_features(problem, device=q.device).softcap) != 0.0:
+
+        def capped(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            return softcap * torch.tanh(score / softcap)
+
+        options["score_mod"] = capped
+    launch = partial(_compiled_flex(), q, k, v, **options)
     return launch, f"torch {torch.__version__} FlexAttention, compiled with dynamic=False"
 
 
@@ -320,9 +346,14 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 def _fa3(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Any], str]:
+    _require_no_tensors(problem)
     library = _first_module("flash_attn_interface", "fa3_fwd_interface")
     q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in (q, k, v))
-    launch = partial(library.flash_attn_func, q, k, v, causal=problem.family.bounded_right)
+    is_causal = problem.window == (-1, 0)
+    options: dict[str, Any] = {} if is_causal else {"window_size": problem.window}
+    if problem.family.softcap:
+        options["softcap"] = seeded_features(problem, device=q.device).softcap
+    launch = partial(library.flash_attn_func, q, k, v, causal=is_causal, **options)
     return launch, f"{library.__name__} (FlashAttention-3), (batch, seqlen, heads, head_dim)"
 
 
@@ -332,7 +363,17 @@ def _first_module(*names: str) -> Any:
     return importlib.import_module(found[0] if found else names[-1])
 
 
+def _require_no_tensors(problem: AttentionProblem) -> None:
+    if problem.family.feature_tensors:
+        raise UnsupportedError(f"this peer is not compared with {' and '.join(problem.family.feature_tensors)}")
+
+
 def _require_square(problem: AttentionProblem) -> None:
+    if problem.family.softcap:
+        raise UnsupportedError("SDPA has no cap on its scores")
+    _require_no_tensors(problem)
+    if problem.window not in ((-1, -1), (-1, 0)):
+        raise UnsupportedError("SDPA has no window; a mask for it would be another kernel")
     if problem.family.bounded_right and problem.shape.seqlen_q != problem.shape.seqlen_k:
         raise UnsupportedError("SDPA's is_causal is top-left aligned: not the same problem for unequal lengths")
 

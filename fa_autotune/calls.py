@@ -12,16 +12,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fa_autotune.kernel_plan import CallArguments, Gradients, Into, KernelPlan, Needed, Saved, diagonal_of
+from fa_autotune.errors import InvalidProblemError
+from fa_autotune.features import sink_gradient
+from fa_autotune.kernel_plan import Call, CallArguments, Gradients, Into, KernelPlan, Needed, Saved
 from fa_autotune.paths import interpreting
 from fa_autotune.reference import attention_gradients, attention_reference
 from fa_autotune.tensors import (
     MAX_SCALE,
     MIN_SCALE,
     REFERENCE,
+    Extras,
     Quad,
     check_kinds,
     check_scale,
+    check_softcap,
     check_tensors,
     dense,
     heads_first,
@@ -42,35 +46,41 @@ class Plan(Protocol):
 
     arguments: CallArguments
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *extras: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out, lse): out dense in the call's layout, lse fp32 (batch, num_q_heads, seqlen_q)."""
         ...
 
     def backward(self, saved: Saved, d_out: Tensor | None, d_lse: Tensor | None, needed: Needed) -> Gradients:
-        """The needed gradients of q, k and v, dense in the call's layout. A gradient that is None counts as 0."""
+        """The needed gradients of q, k, v, dense in the call's layout, and of sinks. One that is None counts as 0."""
         ...
 
 
-def plan_of(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, mask: int, layout: int, backend: int) -> Plan:
+def plan_of(q: Tensor, k: Tensor, v: Tensor, call: Call, extras: Extras = ()) -> Plan:
     """The plan of a call, made once; InvalidProblemError and UnsupportedError for a call that can't be served.
 
-    mask, layout and backend are those of `tensors`.
+    `call` holds the fields of `CallArguments`, whose integers are those of `tensors`; `extras` are what `as_extras`
+    gives.
     """
     try:
         index = q.get_device()
         key: tuple[Any, ...] = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
             index, k.get_device(), v.get_device(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
-            softmax_scale, mask, layout, backend,
+            call,
         )  # fmt: skip
         if index < 0:  # not a GPU; a device's own hash would cost more
             key += (q.device.type, k.device.type, v.device.type)
     except (AttributeError, RuntimeError):  # lists have no shape, sparse tensors no strides
         check_kinds(q, k, v)
         raise
+    if extras:
+        key += tuple(
+            None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            for tensor in extras
+        )
     plan = _plans.get(key)
     if plan is None:
-        plan = _new_plan(q, k, v, CallArguments(softmax_scale, mask, layout, backend))
+        plan = _new_plan(q, k, v, CallArguments(*call), extras)
         with _lock:
             while len(_plans) >= MAX_REMEMBERED_CALLS:
                 del _plans[next(iter(_plans))]
@@ -85,28 +95,47 @@ def write_gradients(
     if isinstance(plan, KernelPlan):
         return plan.backward(saved, d_out, d_lse, needed, into)[0]
     gradients = plan.backward(saved, d_out, d_lse, needed)
-    for gradient, target in zip(gradients, into, strict=True):
+    for gradient, target in zip(gradients[:3], into, strict=True):
         if gradient is not None and target is not None:
             target.copy_(gradient)
     return gradients[0]
 
 
-def _new_plan(q: Tensor, k: Tensor, v: Tensor, arguments: CallArguments) -> Plan:
+def _new_plan(q: Tensor, k: Tensor, v: Tensor, arguments: CallArguments, extras: Extras) -> Plan:
     check_kinds(q, k, v)
     scale = arguments.softmax_scale
     if scale is not None:
         check_scale(scale)
+    check_softcap(arguments.softcap)
     check_tensors(*(heads_first(tensor, arguments.layout) for tensor in (q, k, v)))
+    _check_extras(q, arguments.layout, extras)
     if q.numel() == 0 or k.numel() == 0:
         return _EmptyPlan(arguments)
     if scale is not None and not MIN_SCALE <= scale <= MAX_SCALE:
         return _SignPlan(arguments, scale)
     if arguments.backend != REFERENCE and _runs_kernels(q):
-        return KernelPlan(arguments, q, k, v)
+        return KernelPlan(arguments, q, k, v, extras)
     if arguments.backend != REFERENCE:
         with _lock:  # once, however many threads come first
             _tell_of_reference()
     return _ReferencePlan(arguments)
+
+
+def _check_extras(q: Tensor, layout: int, extras: Extras) -> None:
+    """What `as_extras` gives passes; operators may be called with anything."""
+    _, num_heads, _ = lse_size(q, layout)
+    for name, tensor in zip(("alibi_slopes", "sinks"), extras, strict=False):
+        if tensor is not None and (
+            tensor.shape != (q.shape[0], num_heads) or tensor.dtype != torch.float32 or tensor.device != q.device
+        ):
+            raise InvalidProblemError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; kernels take float32 "
+                f"{(q.shape[0], num_heads)} on {q.device}: expand it"
+            )
+
+
+def _sinks_of(extras: Extras) -> Tensor | None:
+    return extras[1] if extras else None
 
 
 def _runs_kernels(q: Tensor) -> bool:
@@ -136,15 +165,22 @@ class _EmptyPlan:
     def __init__(self, arguments: CallArguments) -> None:
         self.arguments = arguments
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *extras: Tensor | None) -> tuple[Tensor, Tensor]:
         out, lse = _empty_results(q, v, self.arguments.layout)
+        sinks = _sinks_of(extras)
+        if sinks is not None:
+            return out.zero_(), lse.copy_(sinks[..., None].expand_as(lse))
         return out.zero_(), lse.fill_(float("-inf"))
 
     def backward(self, saved: Saved, d_out: Tensor | None, d_lse: Tensor | None, needed: Needed) -> Gradients:
         layout = self.arguments.layout
-        tensors = zip(saved[:3], needed, strict=True)
+        tensors = zip(saved[:3], needed[:3], strict=True)
         dq, dk, dv = (_empty(quad(tensor), tensor, layout).zero_() if wanted else None for tensor, wanted in tensors)
-        return dq, dk, dv
+        sinks, d_sinks = _sinks_of(saved[5:]), None
+        if sinks is not None and needed[3]:
+            lse = saved[4]
+            d_sinks = sink_gradient(sinks, lse, torch.zeros_like(lse) if d_lse is None else -d_lse)
+        return dq, dk, dv, d_sinks
 
 
 class _SignPlan:
@@ -155,18 +191,19 @@ class _SignPlan:
         self._is_zero = abs(scale) < MIN_SCALE
         self._positive = arguments._replace(softmax_scale=1.0 if self._is_zero else -scale)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *extras: Tensor | None) -> tuple[Tensor, Tensor]:
         q = self._moved(q)
-        return plan_of(q, k, v, *self._positive).forward(q, k, v)
+        return plan_of(q, k, v, self._positive, extras).forward(q, k, v, *extras)
 
     def backward(self, saved: Saved, d_out: Tensor | None, d_lse: Tensor | None, needed: Needed) -> Gradients:
-        q, k, v, out, lse = saved
+        q, k, v, out, lse, *extras = saved
         q = self._moved(q)
-        plan = plan_of(q, k, v, *self._positive)
-        dq, dk, dv = plan.backward((q, k, v, out, lse), d_out, d_lse, needed)
+        plan = plan_of(q, k, v, self._positive, tuple(extras))
+        dq, *others = plan.backward((q, k, v, out, lse, *extras), d_out, d_lse, needed)
         if dq is not None:
             dq = dq.zero_() if self._is_zero else dq.neg_()
-        return dq, dk, dv
+        dk, dv, d_sinks = others
+        return dq, dk, dv, d_sinks
 
     def _moved(self, q: Tensor) -> Tensor:
         return torch.zeros_like(q) if self._is_zero else q.neg()
@@ -178,12 +215,12 @@ class _ReferencePlan:
     def __init__(self, arguments: CallArguments) -> None:
         self.arguments = arguments
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *extras: Tensor | None) -> tuple[Tensor, Tensor]:
         layout = self.arguments.layout
         out, lse = _empty_results(q, v, layout)
         q, k, v = (heads_first(tensor, layout) for tensor in (q, k, v))
         with torch.autocast(q.device.type, enabled=False):  # it would round the reference's products
-            result, result_lse = attention_reference(q, k, v, **self._numbers(q, k, v))
+            result, result_lse = attention_reference(q, k, v, **self._numbers(q, k, extras))
         heads_first(out, layout).copy_(result)
         return out, lse.copy_(result_lse)
 
@@ -192,18 +229,27 @@ class _ReferencePlan:
         d_out = torch.zeros_like(saved[3]) if d_out is None else d_out
         q, k, v, d_out = (heads_first(tensor, layout) for tensor in (*saved[:3], d_out))
         with torch.autocast(q.device.type, enabled=False):
-            exact = attention_gradients(q, k, v, d_out, d_lse, **self._numbers(q, k, v))
+            numbers = self._numbers(q, k, saved[5:])
+            exact = attention_gradients(q, k, v, d_out, d_lse, **numbers)
+            d_sinks = None
+            sinks = _sinks_of(saved[5:])
+            if sinks is not None and needed[3]:
+                out, lse = attention_reference(q, k, v, **numbers)
+                delta = (out * d_out).sum(-1) - (0.0 if d_lse is None else d_lse)
+                d_sinks = sink_gradient(sinks, lse, delta.to(lse.dtype))
         gradients: list[Tensor | None] = [None, None, None]
         for number, tensor in enumerate(saved[:3]):
             if needed[number]:
                 gradients[number] = gradient = _empty(quad(tensor), tensor, layout)
                 heads_first(gradient, layout).copy_(exact[number])
         dq, dk, dv = gradients
-        return dq, dk, dv
+        return dq, dk, dv, d_sinks
 
-    def _numbers(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
+    def _numbers(self, q: Tensor, k: Tensor, extras: Extras) -> dict[str, Any]:
         scale = self.arguments.softmax_scale
+        features, diagonal = self.arguments.features(q.shape[2], k.shape[2], extras)
         return {
             "softmax_scale": q.shape[3] ** -0.5 if scale is None else scale,
-            "diagonal": diagonal_of(self.arguments.mask, q.shape[2], k.shape[2]),
+            "diagonal": diagonal,
+            "features": features,
         }

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import redirect_stdout
@@ -190,7 +191,10 @@ def vector_access(request: CompileRequest, text: CompiledText, resources: Resour
     if not tiles:
         return None
     expected = min(VECTOR_BYTES, min(tiles) // text.threads)
-    narrowest = min(_load_widths(text.assembly) - _row_widths(text), default=VECTOR_BYTES)
+    widths = _load_widths(text.assembly)
+    if widths[4] <= len(_SCALAR_LOAD.findall(text.ttgir)):  # a head's slope or sink
+        del widths[4]
+    narrowest = min(widths.keys() - _row_widths(text), default=VECTOR_BYTES)
     return None if narrowest >= expected else f"reads global memory in units of {narrowest} bytes, not {expected}"
 
 
@@ -218,6 +222,7 @@ _PRODUCT = re.compile(r"\b(?:tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma)")
 _REDUCTION = re.compile(r'"tt\.reduce"\(.*?axis = (\d+).*?\}\) : \(tensor<([\dx]+)x\w+, #(\w+)', re.DOTALL)
 _TILE_LOAD = re.compile(r"(?:tt\.load|ttg\.async_copy_global_to_local) .*: tensor<(\d+(?:x\d+)+)x!tt\.ptr<(\w+)>")
 _ROW_LOAD = re.compile(r"(?:tt\.load|ttg\.async_copy_global_to_local) .*: tensor<(\d+)x!tt\.ptr<f32>")
+_SCALAR_LOAD = re.compile(r"tt\.load .*: !tt\.ptr<f32>")
 _LAYOUT = re.compile(r"^#(\w+) = (#ttg\.(?:blocked|linear|nvidia_mma|amd_mfma)<.*>)$", re.MULTILINE)
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global [^;]*?\], (0x[0-9a-f]+|\d+)")
 _LOAD = re.compile(r"\bld\.global(?:\.[\w:]+?)*?(?:\.v(\d))?\.[bsuf](\d+)\s")
@@ -234,10 +239,10 @@ def _warps_along(layout: str, axis: int) -> int:
     return 1
 
 
-def _load_widths(ptx: str) -> set[int]:
-    """Bytes of each kind of load from global memory."""
-    copies = {int(match[1], 0) for match in _COPY.finditer(ptx)}
-    return copies | {int(match[1] or 1) * int(match[2]) // 8 for match in _LOAD.finditer(ptx)}
+def _load_widths(ptx: str) -> Counter[int]:
+    """Bytes of each kind of load from global memory, with the number of such loads."""
+    copies = Counter(int(match[1], 0) for match in _COPY.finditer(ptx))
+    return copies + Counter(int(match[1] or 1) * int(match[2]) // 8 for match in _LOAD.finditer(ptx))
 
 
 def _row_widths(text: CompiledText) -> set[int]:

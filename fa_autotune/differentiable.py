@@ -13,14 +13,16 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from fa_autotune.calls import Plan, plan_of, write_gradients
+from fa_autotune.kernel_plan import Call
 from fa_autotune.op_library import (
     TransformableAttention,
     attention_op,
     check_tangents,
     gradients_op,
+    needed_of,
     refuse_forward_mode,
 )
-from fa_autotune.tensors import BSHD, GENERATED, check_kinds
+from fa_autotune.tensors import Extras, check_kinds
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _is_compiling = torch.compiler.is_compiling
@@ -29,44 +31,45 @@ _tracing_state: Any = torch._C._get_tracing_state
 _is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None,
-    mask: int,
-    layout: int,
-    backend: int,
-    with_lse: bool,
-) -> Any:
-    """Attention of a call's tensors: out, or (out, lse). The arguments are those of `calls.plan_of`."""
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, with_lse: bool, extras: Extras = ()) -> Any:
+    """Attention of a call's tensors: out, or (out, lse). `call` and `extras` are those of `calls.plan_of`."""
     if (
         not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
         or _is_seen_by_others()
         or (q.is_neg() or k.is_neg() or v.is_neg())
+        or (extras and any(tensor is not None and not _is_usual(tensor) for tensor in extras))
     ):
-        return _attend_with_care(q, k, v, softmax_scale, mask, layout, backend, with_lse)
+        return _attend_with_care(q, k, v, call, with_lse, extras)
     if _is_autocast(q):
         q, k, v = _cast(q, k, v)
     try:
-        plan = plan_of(q, k, v, softmax_scale, mask, layout, backend)
+        plan = plan_of(q, k, v, call, extras)
     except RuntimeError:  # perhaps tensors that outlived a transform of torch.func, which have no memory of their own
-        alive_q, alive_k, alive_v = unwrap_dead_wrappers((q, k, v))
-        if alive_q is q and alive_k is k and alive_v is v:
+        alive = unwrap_dead_wrappers((q, k, v, *extras))
+        if all(one is other for one, other in zip(alive, (q, k, v, *extras), strict=True)):
             raise
-        return attend(alive_q, alive_k, alive_v, softmax_scale, mask, layout, backend, with_lse)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _apply(q, k, v, plan, with_lse)
+        q, k, v, *extras_alive = alive
+        return attend(q, k, v, call, with_lse, tuple(extras_alive))
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (extras and any(tensor is not None and tensor.requires_grad for tensor in extras))
+    ):
+        return _apply(q, k, v, plan, with_lse, *extras)
     if forward_ad._current_level >= 0:
-        check_tangents(q, k, v)
-    results = plan.forward(q, k, v)
+        check_tangents(q, k, v, *(tensor for tensor in extras if tensor is not None))
+    results = plan.forward(q, k, v, *extras)
     return results if with_lse else results[0]
 
 
-def _attend_with_care(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+def _is_usual(tensor: Tensor) -> bool:
+    return type(tensor) in _PLAIN and not tensor.is_neg()
+
+
+def _attend_with_care(q: Tensor, k: Tensor, v: Tensor, call: Call, with_lse: bool, extras: Extras) -> Any:
     """`attend` for tensors that are not what they seem, and where others look on."""
-    *arguments, with_lse = rest
-    is_plain = type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN
+    is_plain = all(type(tensor) in _PLAIN for tensor in (q, k, v, *extras) if tensor is not None)
     if not is_plain:
         check_kinds(q, k, v)
     if _is_autocast(q):
@@ -74,20 +77,23 @@ def _attend_with_care(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
     if not _is_compiling():
         # Views such as z.conj().imag, whose memory holds the opposite sign; a graph's operators resolve them.
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+        extras = tuple(tensor if tensor is None else tensor.resolve_neg() for tensor in extras)
     if is_plain and not _is_seen_by_others():
-        return attend(q, k, v, *rest)
+        return attend(q, k, v, call, with_lse, extras)
     op: Any = attention_op if _is_compiling() or not _is_transforming() else TransformableAttention.apply
-    results = op(q, k, v, *arguments)
+    results = op(q, k, v, *call, *extras)
     return results if with_lse else results[0]
 
 
-def attend_packed(q: Tensor | None, packed: Tensor, softmax_scale: float | None, mask: int, with_lse: bool) -> Any:
-    """Attention of kv (batch, seqlen_k, 2, heads, head_dim) and q, or of qkv (batch, seqlen, 3, heads, head_dim).
+def attend_packed(q: Tensor | None, packed: Tensor, call: Call, with_lse: bool, extras: Extras = ()) -> Any:
+    """Attention of kv (batch, seqlen_k, 2, heads, head_dim) and q, or of qkv (batch, seqlen, 3, heads, head_dim); the
+    call's layout is BSHD.
 
-    Where autograd records it, the gradient of the packed tensor is written in one piece.
+    Where autograd records it, the gradient of the packed tensor is written in one piece, unless there are extras.
     """
     if (
-        type(packed) in _PLAIN
+        not extras
+        and type(packed) in _PLAIN
         and (q is None or type(q) in _PLAIN)
         and torch.is_grad_enabled()
         and packed.requires_grad
@@ -95,8 +101,8 @@ def attend_packed(q: Tensor | None, packed: Tensor, softmax_scale: float | None,
         and not _is_seen_by_others()
         and not (packed.is_neg() or (q is not None and q.is_neg()))
     ):
-        return _apply_packed(q, packed, softmax_scale, mask, with_lse)
-    return attend(*_parts(q, packed), softmax_scale, mask, BSHD, GENERATED, with_lse)
+        return _apply_packed(q, packed, call, with_lse)
+    return attend(*_parts(q, packed), call, with_lse, extras)
 
 
 def _parts(q: Tensor | None, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,28 +138,29 @@ def _is_plain(gradient: Tensor | None) -> bool:
 
 
 class _Attention(torch.autograd.Function):
-    """Saves q, k, v, out and lse; the backward runs only what is needed."""
+    """Saves q, k, v, out, lse and the extras; the backward runs only what is needed."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, with_lse: bool) -> Any:
-        out, lse = plan.forward(q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, with_lse: bool, *extras: Tensor | None) -> Any:
+        out, lse = plan.forward(q, k, v, *extras)
+        ctx.save_for_backward(q, k, v, out, lse, *extras)
         ctx.set_materialize_grads(False)
         ctx.plan = plan
         return (out, lse) if with_lse else out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None = None) -> tuple[Any, ...]:
+        count = len(ctx.needs_input_grad)
         if d_out is None and d_lse is None:
-            return None, None, None, None, None
-        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[:3]
+            return (None,) * count
+        saved, needed = ctx.saved_tensors, needed_of(ctx.needs_input_grad, 5)
         d_out = None if d_out is None else d_out.resolve_neg()
         if torch.is_grad_enabled() or _is_seen_by_others() or not (_is_plain(d_out) and _is_plain(d_lse)):
             # The operator refuses to be differentiated again, should anybody try.
-            gradients = gradients_op(saved, d_out, d_lse, ctx.plan.arguments, needed)
+            dq, dk, dv, d_sinks = gradients_op(saved, d_out, d_lse, ctx.plan.arguments, needed)
         else:
-            gradients = ctx.plan.backward(saved, d_out, d_lse, needed)
-        return *gradients, None, None
+            dq, dk, dv, d_sinks = ctx.plan.backward(saved, d_out, d_lse, needed)
+        return (dq, dk, dv, None, None) if count == 5 else (dq, dk, dv, None, None, None, d_sinks)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -164,11 +171,9 @@ class _PackedAttention(torch.autograd.Function):
     """`_Attention` of a packed tensor, which requires a gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor | None, packed: Tensor, softmax_scale: float | None, mask: int, with_lse: bool
-    ) -> Any:
+    def forward(ctx: Any, q: Tensor | None, packed: Tensor, call: Call, with_lse: bool) -> Any:
         parts = _parts(q, packed)
-        plan = plan_of(*parts, softmax_scale, mask, BSHD, GENERATED)
+        plan = plan_of(*parts, call)
         out, lse = plan.forward(*parts)
         ctx.save_for_backward(q, packed, out, lse)
         ctx.set_materialize_grads(False)
@@ -178,18 +183,18 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None = None) -> tuple[Any, ...]:
         if d_out is None and d_lse is None:
-            return None, None, None, None, None
+            return None, None, None, None
         q, packed, out, lse = ctx.saved_tensors
         d_out = None if d_out is None else d_out.resolve_neg()
-        saved, needed = (*_parts(q, packed), out, lse), (q is None or ctx.needs_input_grad[0], True, True)
+        saved, needed = (*_parts(q, packed), out, lse), (q is None or ctx.needs_input_grad[0], True, True, False)
         if torch.is_grad_enabled() or _is_seen_by_others() or not (_is_plain(d_out) and _is_plain(d_lse)):
             gradients: Any = gradients_op(saved, d_out, d_lse, ctx.plan.arguments, needed)
-            dq, whole = gradients[0], torch.stack(gradients[0 if q is None else 1 :], dim=2)
+            dq, whole = gradients[0], torch.stack(gradients[0 if q is None else 1 : 3], dim=2)
         else:
             whole = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
             into: Any = whole.unbind(2) if q is None else (None, *whole.unbind(2))
             dq = write_gradients(ctx.plan, saved, d_out, d_lse, needed, into)
-        return None if q is None else dq, whole, None, None, None
+        return None if q is None else dq, whole, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

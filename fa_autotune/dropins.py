@@ -15,12 +15,18 @@ from fa_autotune.ops import attention, check_features
 from fa_autotune.tensors import (
     BHSD,
     BHSD_STORED_AS_BSHD,
-    BOTTOM_RIGHT,
+    BSHD,
     FULL,
     GENERATED,
+    OPEN,
     TOP_LEFT,
+    Extras,
+    as_extras,
     as_scale,
+    as_softcap,
+    check_kinds,
     check_tensor,
+    mask_of,
 )
 
 
@@ -39,8 +45,8 @@ def flash_attn_func(
 ) -> Any:
     """flash_attn.flash_attn_func: q is (batch, seqlen_q, heads, head_dim), k and v may have fewer heads (GQA, MQA).
 
-    causal is bottom-right aligned. return_attn_probs gives (out, softmax_lse, None), softmax_lse fp32 (batch, heads,
-    seqlen_q) in natural log. Gradients are always deterministic; softmax_lse has one too.
+    causal and window_size are bottom-right aligned. return_attn_probs gives (out, softmax_lse, None), softmax_lse fp32
+    (batch, heads, seqlen_q) in natural log. Gradients are always deterministic; softmax_lse has one too.
     """
     results = attention(
         q,
@@ -49,7 +55,7 @@ def flash_attn_func(
         causal=causal,
         window_size=window_size,
         softmax_scale=softmax_scale,
-        softcap=softcap,
+        softcap=_as_flash_attn_softcap(softcap),
         alibi_slopes=alibi_slopes,
         dropout_p=dropout_p,
         return_lse=return_attn_probs,
@@ -97,6 +103,12 @@ def flash_attn_qkvpacked_func(
     return _packed(None, qkv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
 
 
+def _as_flash_attn_softcap(softcap: Any) -> float:
+    """What is not above 0 means none there."""
+    number = as_softcap(softcap)
+    return number if number > 0.0 or number != number else 0.0
+
+
 def _check_packed(name: str, packed: Any, count: int) -> None:
     if isinstance(packed, Tensor):
         check_tensor(name, packed)
@@ -118,10 +130,18 @@ def _packed(
     alibi_slopes: Tensor | None,
     return_attn_probs: bool,
 ) -> Any:
-    check_features(window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p)
+    check_features(dropout_p=dropout_p)
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = as_scale(softmax_scale)
-    results = attend_packed(q, packed, softmax_scale, BOTTOM_RIGHT if causal else FULL, return_attn_probs)
+    mask, left, right = mask_of(causal, window_size)
+    cap = _as_flash_attn_softcap(softcap)
+    extras: Extras = ()
+    if alibi_slopes is not None:
+        q_like = packed.select(2, 0) if q is None else q
+        check_kinds(q_like, packed.select(2, 0), packed.select(2, 0))
+        extras = as_extras(q_like, BSHD, alibi_slopes, None)
+    call = (softmax_scale, mask, BSHD, GENERATED, left, right, cap)
+    results = attend_packed(q, packed, call, return_attn_probs, extras)
     return (*results, None) if return_attn_probs else results
 
 
@@ -155,7 +175,7 @@ def scaled_dot_product_attention(
     lead = query.shape[:-2]
     if len(lead) == 2 and (lead == key.shape[:-2] == value.shape[:-2] or (enable_gqa and _is_batch(query, key, value))):
         layout = BHSD_STORED_AS_BSHD if query.stride(1) < query.stride(2) else BHSD
-        out: Tensor = attend(query, key, value, scale, mask, layout, GENERATED, False)
+        out: Tensor = attend(query, key, value, (scale, mask, layout, GENERATED, OPEN, OPEN, 0.0), False)
         return out
     return _broadcast(query, key, value, scale, mask, enable_gqa)
 
@@ -184,7 +204,7 @@ def _broadcast(query: Tensor, key: Tensor, value: Tensor, scale: float | None, m
         tensor.expand(*batch, number, *tensor.shape[-2:]).flatten(0, -4)
         for tensor, number in zip((q, k, v), heads, strict=True)
     )
-    out: Tensor = attend(q, k, v, scale, mask, BHSD, GENERATED, False)
+    out: Tensor = attend(q, k, v, (scale, mask, BHSD, GENERATED, OPEN, OPEN, 0.0), False)
     return out.reshape((*batch, *out.shape[1:])[-ndim:])
 
 

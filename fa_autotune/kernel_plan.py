@@ -5,6 +5,7 @@ What is left to a call is to allocate its results and launch.
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +14,17 @@ from torch import Tensor
 from fa_autotune.backward_plan import Backward, BackwardCall, bind_backward
 from fa_autotune.bound_launch import bind
 from fa_autotune.errors import InvalidProblemError
+from fa_autotune.features import Features, sink_gradient, window_diagonals
 from fa_autotune.live_kernels import INTERPRETER_INDEX, kernel_for
 from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, AttentionShape
 from fa_autotune.tensors import (
-    BOTTOM_RIGHT,
     DTYPES,
     FULL,
+    OPEN,
+    TOP_LEFT,
     UNORDERED,
+    WINDOW,
+    Extras,
     access_of,
     allocator,
     dense,
@@ -32,9 +37,9 @@ from fa_autotune.tensors import (
 
 MAX_REMEMBERED_BACKWARDS = 16  # of one kind of call: one for each way that its gradient lies in memory
 
-Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, out, lse
-Needed = tuple[bool, bool, bool]  # the gradient of q, of k, of v
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+Saved = tuple[Any, ...]  # q, k, v, out, lse, and the extras
+Needed = tuple[bool, bool, bool, bool]  # the gradient of q, of k, of v, of sinks
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 Into = tuple[Tensor | None, Tensor, Tensor]  # where gradients are to be written: dq (None: allocate), dk, dv
 
 _WEAKNESS = {access: weakness for weakness, access in enumerate(Access)}
@@ -43,26 +48,55 @@ _current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cud
 
 
 class CallArguments(NamedTuple):
-    """What a call says beside its tensors: the arguments of the operators."""
+    """What a call says beside its tensors: the arguments of the operators.
+
+    The window's sizes count where the mask is WINDOW.
+    """
 
     softmax_scale: float | None
     mask: int
     layout: int
     backend: int
+    window_left: int = OPEN
+    window_right: int = OPEN
+    softcap: float = 0.0
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """Keys that a row sees before and after its own, OPEN for all."""
+        if self.mask == WINDOW:
+            return self.window_left, self.window_right
+        return OPEN, OPEN if self.mask == FULL else 0
+
+    def bounds(self, seqlen_q: int, seqlen_k: int) -> tuple[int | None, int | None]:
+        """(left diagonal, diagonal): query row i sees the keys from i + left diagonal to i + diagonal.
+
+        None where a side hides no key.
+        """
+        return window_diagonals(self.window, seqlen_q, seqlen_k, top_left=self.mask == TOP_LEFT)
+
+    def features(self, seqlen_q: int, seqlen_k: int, extras: Extras) -> tuple[Features, int | None]:
+        """(features, diagonal) of a call on tensors of such lengths."""
+        left_diagonal, diagonal = self.bounds(seqlen_q, seqlen_k)
+        alibi_slopes, sinks = extras or (None, None)
+        features = Features(
+            left_diagonal=left_diagonal,
+            softcap=self.softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            key_offset=seqlen_k - seqlen_q,
+        )
+        return features, diagonal
 
 
-def diagonal_of(mask: int, seqlen_q: int, seqlen_k: int) -> int | None:
-    """Query row i sees keys j <= i + diagonal; None where every row sees every key."""
-    if mask == FULL:
-        return None
-    diagonal = seqlen_k - seqlen_q if mask == BOTTOM_RIGHT else 0
-    return None if diagonal >= seqlen_k - 1 else diagonal
+# The same as a plain tuple, which costs a call less to make.
+Call = tuple[float | None, int, int, int, int, int, float]
 
 
 class KernelPlan:
     """How calls of one kind run on generated kernels."""
 
-    def __init__(self, arguments: CallArguments, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def __init__(self, arguments: CallArguments, q: Tensor, k: Tensor, v: Tensor, extras: Extras = ()) -> None:
         """Choose, load and bind the forward's kernel; NoKernelError, CompileError, LaunchError."""
         self.arguments = arguments
         layout = arguments.layout
@@ -70,7 +104,10 @@ class KernelPlan:
         batch_size, num_q_heads, seqlen_q, head_dim = q_view.shape
         _, num_kv_heads, seqlen_k, head_dim_v = v_view.shape
         self._scale = head_dim**-0.5 if arguments.softmax_scale is None else arguments.softmax_scale
-        self._diagonal = diagonal_of(arguments.mask, seqlen_q, seqlen_k)
+        features, self._diagonal = arguments.features(seqlen_q, seqlen_k, extras)
+        self._features = replace(features, alibi_slopes=None, sinks=None)  # no tensor of a call is kept
+        left_diagonal = features.left_diagonal
+        window_left, window_right = arguments.window
         self._dtype = q.dtype
         self._allocate = allocator(q.device)
         self._index = q.device.index if q.is_cuda else INTERPRETER_INDEX
@@ -85,6 +122,10 @@ class KernelPlan:
                 head_dim=head_dim,
                 head_dim_v=head_dim_v,
                 bounded_right=self._diagonal is not None,
+                bounded_left=left_diagonal is not None,
+                softcap=arguments.softcap != 0.0,
+                alibi=features.alibi_slopes is not None,
+                sinks=features.sinks is not None,
                 access=access_of(q_view, k_view, v_view),
             ),
             shape=AttentionShape(
@@ -93,20 +134,28 @@ class KernelPlan:
                 num_kv_heads=num_kv_heads,
                 seqlen_q=seqlen_q,
                 seqlen_k=seqlen_k,
+                window_left=0 if left_diagonal is None else window_left,
+                window_right=0 if self._diagonal is None else window_right,
             ),
         )
         out, lse = sketch(self._out, self._dtype), sketch(self._lse, torch.float32)
-        tensors = (q_view, k_view, v_view, heads_first(out, layout), lse)
-        self._launch = bind(kernel_for(self._problem, self._index), tensors, self._scale, self._diagonal)
+        self._has_sinks, self._has_extras = features.sinks is not None, bool(extras)
+        more = features.tensors(self._problem.family)
+        tensors = (q_view, k_view, v_view, heads_first(out, layout), lse, *more)
+        numbers = (self._scale, self._diagonal, *self._features.numbers(self._problem.family))
+        self._launch = bind(kernel_for(self._problem, self._index), tensors, *numbers)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *extras: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out, lse), out dense in the call's layout."""
         if self._is_elsewhere():
             with torch.cuda.device(self._index):
-                return self.forward(q, k, v)
+                return self.forward(q, k, v, *extras)
         out = self._allocate(*self._out, self._dtype)
         lse = self._allocate(*self._lse, torch.float32)
-        self._launch(q, k, v, out, lse)
+        if extras:
+            self._launch(q, k, v, out, lse, *(tensor for tensor in extras if tensor is not None))
+        else:
+            self._launch(q, k, v, out, lse)
         return out, lse
 
     def backward(
@@ -119,17 +168,19 @@ class KernelPlan:
         if self._is_elsewhere():
             with torch.cuda.device(self._index):
                 return self.backward(saved, d_out, d_lse, needed, into)
-        q, k, v, out, lse = saved
+        q, k, v, out, lse = saved[:5]
         self._check_saved(saved)
         if not lse.is_contiguous() or lse.data_ptr() & 15:
             lse = lse.clone(memory_format=torch.contiguous_format)
-            saved = (q, k, v, out, lse)
+            saved = (q, k, v, out, lse, *saved[5:])
+        alibi_slopes, sinks = saved[5:] or (None, None)
         if d_out is None:
             d_out = torch.zeros_like(out)
         key = (
             q.stride(), k.stride(), v.stride(), out.stride(), d_out.stride(), needed,
             into and into[1].stride(),  # parts of one new tensor, so that one tells of all
             (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | d_out.data_ptr()) & 15,
+            None if alibi_slopes is None else alibi_slopes.stride(),
         )  # fmt: skip
         found = self._backwards.get(key)
         if found is None:
@@ -147,20 +198,28 @@ class KernelPlan:
         if dk is None and (needed[1] or needed[2]):
             dk = self._allocate(*self._gradients[1], self._dtype)
             dv = self._allocate(*self._gradients[2], self._dtype)
-        run(q, k, v, out, lse, d_out, d_lse, dq, dk, dv)
-        return dq, dk if needed[1] else None, dv if needed[2] else None
+        delta = run(q, k, v, out, lse, d_out, d_lse, dq, dk, dv, alibi_slopes)
+        d_sinks = sink_gradient(sinks, lse, delta) if sinks is not None and needed[3] else None
+        return dq, dk if needed[1] else None, dv if needed[2] else None, d_sinks
 
     def _check_saved(self, saved: Saved) -> None:
-        q, k, v, out, lse = saved
+        q, k, v, out, lse = saved[:5]
         if (q.shape, k.shape, v.shape, out.shape, lse.shape) != self._saved_shapes or not (
             q.dtype is k.dtype is v.dtype is out.dtype is self._dtype and lse.dtype is torch.float32
         ):
-            found = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in saved)
+            found = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in saved[:5])
             raise InvalidProblemError(
                 f"q, k, v, out and lse came to the backward as {found}; the forward saved "
                 f"{', '.join(str(tuple(shape)) for shape in self._saved_shapes)}, {self._dtype} and lse in float32. A "
                 "hook on saved tensors must give back what it was given"
             )
+
+        for tensor in saved[5:]:
+            if tensor is not None and (tensor.shape != lse.shape[:2] or tensor.dtype is not torch.float32):
+                raise InvalidProblemError(
+                    f"slopes or sinks came to the backward as {tuple(tensor.shape)} {tensor.dtype}; the forward saved "
+                    f"{tuple(lse.shape[:2])} in float32. A hook on saved tensors must give back what it was given"
+                )
 
     def _is_elsewhere(self) -> bool:
         return self._index >= 0 and _current_gpu() != self._index
@@ -187,6 +246,7 @@ class KernelPlan:
             index=self._index,
             softmax_scale=self._scale,
             diagonal=self._diagonal,
+            features=replace(self._features, alibi_slopes=saved[5] if self._has_extras else None),
             allocate=self._allocate,
         )
         unordered = self.arguments.backend == UNORDERED

@@ -12,27 +12,38 @@ from torch.autograd import forward_ad
 
 from fa_autotune.calls import plan_of
 from fa_autotune.errors import UnsupportedError
-from fa_autotune.kernel_plan import Gradients
-from fa_autotune.tensors import Quad, check_kinds, check_tensors, dense, heads_first, lse_size, out_size, quad
+from fa_autotune.kernel_plan import CallArguments, Gradients, Needed
+from fa_autotune.tensors import Extras, Quad, check_kinds, check_tensors, dense, heads_first, lse_size, out_size, quad
 
 _library: Any = torch.library  # its functions lack types
 _torch_autograd: Any = getattr(torch._library, "autograd", None)
 _unpack_dual: Any = forward_ad.unpack_dual
 LIBRARY = _library.Library("fa_autotune", "DEF")
 
-_CALL = "float? softmax_scale, int mask, int layout, int backend"
+_CALL = "float? softmax_scale, int mask, int layout, int backend, int window_left=-1, int window_right=-1, "
+_CALL += "float softcap=0.0"
+_EXTRAS = "Tensor? alibi_slopes=None, Tensor? sinks=None"
+_NUM_CALL = _CALL.count(",") + 1
 LIBRARY.define(
-    f"forward(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor lse)", tags=torch.Tag.pt2_compliant_tag
+    f"forward(Tensor q, Tensor k, Tensor v, {_CALL}, {_EXTRAS}) -> (Tensor out, Tensor lse)",
+    tags=torch.Tag.pt2_compliant_tag,
 )
 LIBRARY.define(
-    f"backward(Tensor? d_out, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_CALL}, "
-    "bool[3] needed) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "backward(Tensor? d_out, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool[4] needed, "
+    f"{_CALL}, {_EXTRAS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_sinks)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
 
+def _split(arguments: tuple[Any, ...]) -> tuple[CallArguments, Extras]:
+    """An operator's arguments after its tensors and `needed`: what the call says, and its extras."""
+    extras = (*arguments[_NUM_CALL:], None, None)[:2]
+    return CallArguments(*arguments[:_NUM_CALL]), extras if any(tensor is not None for tensor in extras) else ()
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return plan_of(q, k, v, *arguments).forward(q, k, v)
+    call, extras = _split(arguments)
+    return plan_of(q, k, v, call, extras).forward(q, k, v, *extras)
 
 
 def _backward(
@@ -43,15 +54,13 @@ def _backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    softmax_scale: float | None,
-    mask: int,
-    layout: int,
-    backend: int,
     needed: list[bool],
+    *arguments: Any,
 ) -> tuple[Tensor, ...]:
-    plan = plan_of(q, k, v, softmax_scale, mask, layout, backend)
-    wanted = (needed[0], needed[1], needed[2])
-    gradients = plan.backward((q, k, v, out, lse), d_out, d_lse, wanted)
+    call, extras = _split(arguments)
+    plan = plan_of(q, k, v, call, extras)
+    wanted = (needed[0], needed[1], needed[2], needed[3])
+    gradients = plan.backward((q, k, v, out, lse, *extras), d_out, d_lse, wanted)
     # An operator's results are tensors: one of no element stands for a gradient that nobody needs.
     return tuple(q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
@@ -65,9 +74,8 @@ def _empty(size: Quad, like: Tensor, layout: int) -> Tensor:
     return like.new_empty_strided(*dense(size, layout))
 
 
-def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, mask: int, layout: int, backend: int
-) -> tuple[Tensor, Tensor]:
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    layout = _split(arguments)[0].layout
     check_kinds(q, k, v)
     check_tensors(*(heads_first(tensor, layout) for tensor in (q, k, v)))
     return _empty(out_size(q, v), q, layout), q.new_empty(lse_size(q, layout), dtype=torch.float32)
@@ -81,16 +89,17 @@ def _fake_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    softmax_scale: float | None,
-    mask: int,
-    layout: int,
-    backend: int,
     needed: list[bool],
+    *arguments: Any,
 ) -> tuple[Tensor, ...]:
-    return tuple(
-        _empty(quad(tensor), tensor, layout) if wanted else q.new_empty(0)
-        for tensor, wanted in zip((q, k, v), needed, strict=True)
-    )
+    call, extras = _split(arguments)
+    gradients = [
+        _empty(quad(tensor), tensor, call.layout) if wanted else q.new_empty(0)
+        for tensor, wanted in zip((q, k, v), needed[:3], strict=True)
+    ]
+    has_sinks = bool(extras) and extras[1] is not None and needed[3]
+    d_sinks = q.new_empty(lse.shape[:2], dtype=torch.float32) if has_sinks else q.new_empty(0)
+    return *gradients, d_sinks
 
 
 _library.register_fake("fa_autotune::forward", _fake_forward, lib=LIBRARY)
@@ -104,12 +113,18 @@ def attention_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tens
 
 
 def gradients_op(
-    saved: tuple[Tensor, ...], d_out: Tensor | None, d_lse: Tensor | None, arguments: tuple[Any, ...], needed: Any
+    saved: tuple[Any, ...], d_out: Tensor | None, d_lse: Tensor | None, arguments: tuple[Any, ...], needed: Any
 ) -> Gradients:
     """A plan's `backward`, through the dispatcher."""
-    found = torch.ops.fa_autotune.backward(d_out, d_lse, *saved, *arguments, list(needed))
-    dq, dk, dv = (gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True))
-    return dq, dk, dv
+    found = torch.ops.fa_autotune.backward(d_out, d_lse, *saved[:5], list(needed), *arguments, *saved[5:])
+    dq, dk, dv, d_sinks = (gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True))
+    return dq, dk, dv, d_sinks
+
+
+def needed_of(needs_input_grad: tuple[bool, ...], first_extra: int) -> Needed:
+    """Which gradients an autograd function is asked for; its extras are its inputs from `first_extra` on."""
+    sinks = len(needs_input_grad) > first_extra + 1 and needs_input_grad[first_extra + 1]
+    return needs_input_grad[0], needs_input_grad[1], needs_input_grad[2], sinks
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -117,15 +132,18 @@ def gradients_op(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *arguments = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    call, extras = _split(tuple(arguments))
+    ctx.save_for_backward(q, k, v, *output, *extras)
     ctx.set_materialize_grads(False)
-    ctx.call = tuple(arguments)
+    ctx.call = tuple(call)
 
 
 def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
     if d_out is None and d_lse is None:
-        return (None,) * 7
-    return (*gradients_op(ctx.saved_tensors, d_out, d_lse, ctx.call, ctx.needs_input_grad[:3]), *(None,) * 4)
+        return (None,) * (3 + _NUM_CALL)
+    needed = needed_of(ctx.needs_input_grad, 3 + _NUM_CALL)
+    dq, dk, dv, d_sinks = gradients_op(ctx.saved_tensors, d_out, d_lse, ctx.call, needed)
+    return dq, dk, dv, *(None,) * _NUM_CALL, None, d_sinks
 
 
 def _refuse_to_differentiate_twice(ctx: Any, *gradients: Tensor) -> None:
@@ -143,7 +161,7 @@ def _register_forward_autograd() -> None:
 
     def forward(keys: Any, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
         if forward_ad._current_level >= 0:
-            check_tangents(q, k, v)
+            check_tangents(q, k, v, *(tensor for tensor in arguments if isinstance(tensor, Tensor)))
         return differentiated(keys, q, k, v, *arguments)
 
     LIBRARY.impl("forward", forward, "Autograd", with_keyset=True)
@@ -203,11 +221,13 @@ class TransformableAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> Any:
         if d_out is None and d_lse is None:
-            return (None,) * 7
-        needed = ctx.needs_input_grad[:3]
+            return (None,) * (3 + _NUM_CALL)
+        needed = needed_of(ctx.needs_input_grad, 3 + _NUM_CALL)
         apply: Any = _TransformableGradients.apply
-        found = apply(d_out, d_lse, *ctx.saved_tensors, *ctx.call, list(needed))
-        return *(gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True)), *(None,) * 4
+        saved = ctx.saved_tensors
+        found = apply(d_out, d_lse, *saved[:5], list(needed), *ctx.call, *saved[5:])
+        dq, dk, dv, d_sinks = (gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True))
+        return dq, dk, dv, *(None,) * _NUM_CALL, None, d_sinks
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

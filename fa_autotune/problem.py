@@ -91,9 +91,14 @@ def _require_int(name: str, value: object, low: int, high: int) -> None:
 class AttentionFamily:
     """What changes the generated source.
 
-    `bounded_right` is true where a query row must not see keys past a diagonal (causal). Where that diagonal lies
-    (bottom-right or top-left) is a run-time argument, so one kernel serves both alignments.
+    `bounded_right` is true where a query row must not see keys past a diagonal (causal, or a window to the right), and
+    `bounded_left` where it must not see keys before one (a window to the left). Where the diagonals lie (the window's
+    sizes, bottom-right or top-left) is a run-time argument, so one kernel serves them all.
     `unordered`: the fused backward may add the parts of dq in any order, so that two runs differ in the last bits.
+    `softcap`: scores are capped, softcap · tanh(score / softcap); the number is a run-time argument.
+    `alibi`: scores get −slope · |distance of the key from the row's own|, a slope for each batch and head.
+    `sinks`: a score for each batch and head is added to the softmax, with a value of 0. The forward alone knows it: a
+    backward has it in lse.
     """
 
     kernel_pass: Pass = Pass.FWD
@@ -103,16 +108,24 @@ class AttentionFamily:
     bounded_right: bool
     access: Access = Access.TMA
     unordered: bool = False
+    bounded_left: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    sinks: bool = False
 
     def __post_init__(self) -> None:
-        kinds = {"kernel_pass": Pass, "dtype": DType, "access": Access, "bounded_right": bool, "unordered": bool}
-        for name, kind in kinds.items():
+        kinds = {"kernel_pass": Pass, "dtype": DType, "access": Access, "bounded_right": bool}
+        for name, kind in (kinds | dict.fromkeys(sorted(FAMILY_OPTIONS), bool)).items():
             if not isinstance(getattr(self, name), kind):
                 raise InvalidProblemError(f"{name}={getattr(self, name)!r} is not a {kind.__name__}")
         if self.unordered and self.kernel_pass is not Pass.BWD_FUSED:
             raise InvalidProblemError(
                 f"unordered=True is for bwd_fused, no {self.kernel_pass.value} kernel adds up dq; write "
                 "…,bwd_fused,unordered"
+            )
+        if self.sinks and self.kernel_pass is not Pass.FWD:
+            raise InvalidProblemError(
+                f"sinks=True is for fwd: {self.kernel_pass.value} finds the sinks in lse; leave it out there"
             )
         for name in ("head_dim", "head_dim_v"):
             _require_int(name, getattr(self, name), MIN_HEAD_DIM, MAX_HEAD_DIM)
@@ -131,7 +144,7 @@ class AttentionFamily:
             "head_dim_v": self.head_dim_v,
             "bounded_right": self.bounded_right,
             "access": self.access.value,
-            **({"unordered": True} if self.unordered else {}),
+            **{name: True for name in sorted(FAMILY_OPTIONS) if getattr(self, name)},
         }
 
     @property
@@ -145,27 +158,50 @@ class AttentionFamily:
         return cls(**_family_fields(_parse_key(key, _FAMILY_KEYS, FAMILY_OPTIONS)))
 
     @property
+    def mask_word(self) -> str:
+        """Which sides are bounded, in a word: full, causal (the right one), left, or window (both)."""
+        return _MASK_WORDS[self.bounded_left, self.bounded_right]
+
+    @property
+    def feature_tensors(self) -> tuple[str, ...]:
+        """What the kernel takes after its outputs, fp32 (batch, num_q_heads): fields of `features.Features`."""
+        return (*(["alibi_slopes"] if self.alibi else []), *(["sinks"] if self.sinks else []))
+
+    @property
+    def feature_numbers(self) -> tuple[str, ...]:
+        """What the kernel takes after the diagonal: fields of `features.Features`."""
+        return (*(["left_diagonal"] if self.bounded_left else []), *(["softcap"] if self.softcap else []))
+
+    @property
     def label(self) -> str:
         """Short name for people, such as `fwd bf16 d128 causal`; the access is named unless it is tma."""
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}/{self.head_dim_v}"
-        words = [self.kernel_pass.value, _SHORT_DTYPES[self.dtype], dims, "causal" if self.bounded_right else "full"]
+        words = [self.kernel_pass.value, _SHORT_DTYPES[self.dtype], dims, self.mask_word]
         words += [self.access.value] if self.access is not Access.TMA else []
-        return " ".join([*words, "unordered"] if self.unordered else words)
+        return " ".join([*words, *(word for word in _FLAGS if getattr(self, word))])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """Run-time numbers of one call; all at least 1 (empty calls never reach a kernel)."""
+    """Run-time numbers of one call; extents are at least 1 (empty calls never reach a kernel).
+
+    `window_left` and `window_right`: keys that a row sees before and after its own, on the sides that the family
+    bounds; 0 elsewhere, and where causal. A row's own key is that of bottom-right alignment.
+    """
 
     batch_size: int
     num_q_heads: int
     num_kv_heads: int
     seqlen_q: int
     seqlen_k: int
+    window_left: int = 0
+    window_right: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_k"):
+        for name in _SHAPE_KEYS:
             _require_int(name, getattr(self, name), 1, MAX_EXTENT)
+        for name in SHAPE_OPTIONS:
+            _require_int(name, getattr(self, name), 0, MAX_EXTENT)
         if self.num_q_heads % self.num_kv_heads:
             raise InvalidProblemError(
                 f"num_q_heads={self.num_q_heads} is no multiple of num_kv_heads={self.num_kv_heads}: "
@@ -178,7 +214,7 @@ class AttentionShape:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, keyed as in the canonical key."""
-        return {name: getattr(self, name) for name in _SHAPE_KEYS}
+        return {name: value for name in (*_SHAPE_KEYS, *SHAPE_OPTIONS) if (value := getattr(self, name))}
 
     @property
     def gqa_group_size(self) -> int:
@@ -187,8 +223,10 @@ class AttentionShape:
 
     @property
     def label(self) -> str:
-        """batch×q heads×kv heads×seqlen_q×seqlen_k, for people."""
-        return "×".join(str(getattr(self, name)) for name in _SHAPE_KEYS)
+        """batch×q heads×kv heads×seqlen_q×seqlen_k, for people; then the window's sides that are not 0."""
+        sides = {"left": self.window_left, "right": self.window_right}
+        numbers = "×".join(str(getattr(self, name)) for name in _SHAPE_KEYS)
+        return " ".join([numbers, *(f"{side}={size}" for side, size in sides.items() if size)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +242,13 @@ class AttentionProblem:
                 f"AttentionProblem takes an AttentionFamily and an AttentionShape, not {self.family!r} and "
                 f"{self.shape!r}; AttentionProblem.parse reads the short text form"
             )
+        for side in ("left", "right"):
+            size = getattr(self.shape, f"window_{side}")
+            if size and not getattr(self.family, f"bounded_{side}"):
+                raise InvalidProblemError(
+                    f"window_{side}={size} is of no use where bounded_{side} is False; set that too, or write "
+                    f"{side}={size} in the short form"
+                )
 
     @property
     def key(self) -> str:
@@ -213,16 +258,18 @@ class AttentionProblem:
     @classmethod
     def from_key(cls, key: str) -> Self:
         """Parse a canonical key; InvalidProblemError if it is not exactly one."""
-        values = _parse_key(key, _FAMILY_KEYS | set(_SHAPE_KEYS), FAMILY_OPTIONS)
-        shape = AttentionShape(**{name: values.pop(name) for name in _SHAPE_KEYS})
+        values = _parse_key(key, _FAMILY_KEYS | set(_SHAPE_KEYS), FAMILY_OPTIONS | set(SHAPE_OPTIONS))
+        numbers = {name: values.pop(name) for name in (*_SHAPE_KEYS, *SHAPE_OPTIONS) if name in values}
+        shape = AttentionShape(**numbers)
         return cls(family=AttentionFamily(**_family_fields(values)), shape=shape)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read the short form `BxHqxHkvxLqxLkxD[xDv][,causal][,dtype][,access][,pass]`, a label or a key.
+        """Read the short form `BxHqxHkvxLqxLkxD[xDv][,word…]`, a label or a key.
 
-        dtype is bf16, fp16 or fp32, access tma, aligned or any, pass fwd or one of the backward's, such as bwd_dkdv;
-        `unordered` goes with bwd_fused.
+        A word is causal, left=N or right=N (a window: so many keys before and after a row's own; causal is right=0),
+        a dtype (bf16, fp16, fp32), an access (tma, aligned, any), a pass (fwd or one of the backward's, such as
+        bwd_dkdv), softcap, alibi, sinks, or unordered, which goes with bwd_fused.
 
         `AttentionProblem.parse("4x32x8x4096x4096x128,causal")` is Llama-like prefill in bfloat16. `×` may stand for x.
         A pass makes it that kernel's problem of the same call, as `for_pass` does.
@@ -234,16 +281,25 @@ class AttentionProblem:
         numbers, *flags = (part.strip() for part in text.lower().replace("×", "x").split(","))
         if not re.fullmatch(r"[0-9]{1,10}(x[0-9]{1,10}){5,6}", numbers):
             raise InvalidProblemError(
-                f"{text!r} is no problem: write BxHqxHkvxLqxLkxD[xDv][,causal][,bf16|fp16|fp32][,tma|aligned|any]"
-                f"[,{'|'.join(BACKWARD_PASSES)}], for example 4x32x8x4096x4096x128,causal"
+                f"{text!r} is no problem: write BxHqxHkvxLqxLkxD[xDv][,causal][,left=N][,right=N]"
+                f"[,{'|'.join(_FLAGS)}][,bf16|fp16|fp32][,tma|aligned|any][,{'|'.join(BACKWARD_PASSES)}], "
+                "for example 4x32x8x4096x4096x128,causal"
             )
         batch, q_heads, kv_heads, seqlen_q, seqlen_k, head_dim, *rest = map(int, numbers.split("x"))
-        dtype, access, bounded, kernel_pass, unordered = DType.BFLOAT16, None, False, Pass.FWD, False
+        dtype, access, kernel_pass = DType.BFLOAT16, None, Pass.FWD
+        unordered, features = False, dict[str, Any]()
+        sides: dict[str, int] = {}
         for flag in flags:
-            if flag in ("causal", "full"):
-                bounded = flag == "causal"
+            if flag == "causal":
+                sides["right"] = 0
+            elif flag == "full":
+                sides.clear()
+            elif side := re.fullmatch(r"(left|right)=([0-9]{1,10})", flag):
+                sides[side[1]] = int(side[2])
             elif flag == "unordered":
                 unordered = True
+            elif flag in _FLAGS:
+                features[flag] = True
             elif flag in _DTYPES_BY_WORD:
                 dtype = _DTYPES_BY_WORD[flag]
             elif flag in set(Access):
@@ -251,26 +307,48 @@ class AttentionProblem:
             elif flag in set(Pass):
                 kernel_pass = Pass(flag)
             else:
-                known = ["causal", "full", *_DTYPES_BY_WORD, *Access, *Pass, "unordered"]
+                known = ["causal", "full", "left=N", "right=N", *_DTYPES_BY_WORD, *Access, *Pass, *_FLAGS]
                 raise InvalidProblemError(f"{flag!r} in {text!r} is not one of: {', '.join(known)}")
         head_dim_v = rest[0] if rest else head_dim
         family = AttentionFamily(
             dtype=dtype,
             head_dim=head_dim,
             head_dim_v=head_dim_v,
-            bounded_right=bounded,
+            bounded_right="right" in sides,
+            bounded_left="left" in sides,
             access=access or strongest_access(dtype, head_dim, head_dim_v),
+            **features,
         )
         shape = AttentionShape(
-            batch_size=batch, num_q_heads=q_heads, num_kv_heads=kv_heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k
+            batch_size=batch,
+            num_q_heads=q_heads,
+            num_kv_heads=kv_heads,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            window_left=sides.get("left", 0),
+            window_right=sides.get("right", 0),
         )
         return cls(family=family, shape=shape).for_pass(kernel_pass, unordered=unordered)
 
     def as_called(self) -> Self:
-        """The problem whose kernel runs when this one is called: a single query row, bottom-right, needs no bound."""
-        if self.shape.seqlen_q > 1 or not self.family.bounded_right:
+        """The problem whose kernel runs when this one is called: without a bound that hides nothing, bottom-right.
+
+        A single query row needs no causal bound; no row needs a window that reaches past every key.
+        """
+        shape, family = self.shape, self.family
+        right = family.bounded_right and shape.window_right < shape.seqlen_q - 1
+        left = family.bounded_left and shape.window_left < shape.seqlen_k - 1
+        if (left, right) == (family.bounded_left, family.bounded_right):
             return self
-        return replace(self, family=replace(self.family, bounded_right=False))
+        return replace(
+            self,
+            family=replace(family, bounded_left=left, bounded_right=right),
+            shape=replace(
+                shape,
+                window_left=shape.window_left if left else 0,
+                window_right=shape.window_right if right else 0,
+            ),
+        )
 
     def for_pass(self, kernel_pass: Pass, *, unordered: bool = False) -> Self:
         """The problem that another kernel of the same call solves.
@@ -286,7 +364,8 @@ class AttentionProblem:
                 f"{self.label} knows no keys, so it has no {kernel_pass.value} problem; start from the forward's"
             )
         if kernel_pass not in KEYLESS_PASSES:
-            return replace(self, family=replace(self.family, kernel_pass=kernel_pass, unordered=unordered))
+            sinks = self.family.sinks and kernel_pass is Pass.FWD
+            return replace(self, family=replace(self.family, kernel_pass=kernel_pass, unordered=unordered, sinks=sinks))
         family, head_dim_v = self.family, self.family.head_dim_v
         is_usual = family.access is strongest_access(family.dtype, family.head_dim, head_dim_v)
         return replace(
@@ -300,7 +379,13 @@ class AttentionProblem:
                 access=strongest_access(family.dtype, head_dim_v, head_dim_v) if is_usual else family.access,
                 unordered=unordered,
             ),
-            shape=replace(self.shape, num_kv_heads=self.shape.num_q_heads, seqlen_k=self.shape.seqlen_q),
+            shape=replace(
+                self.shape,
+                num_kv_heads=self.shape.num_q_heads,
+                seqlen_k=self.shape.seqlen_q,
+                window_left=0,
+                window_right=0,
+            ),
         )
 
     @classmethod
@@ -312,13 +397,23 @@ class AttentionProblem:
         dims: str,
         mask: str,
         access: str | None,
-        unordered: str | None,
+        words: str,
         shape: str,
+        left: str | None,
+        right: str | None,
     ) -> Self:
         if kernel_pass not in set(Pass):
             raise InvalidProblemError(f"pass={kernel_pass!r} is not one of: {', '.join(Pass)}")
-        found = cls.parse(f"{shape}x{dims.replace('/', 'x')},{dtype},{mask},{access or Access.TMA}")
-        family = replace(found.family, kernel_pass=Pass(kernel_pass), unordered=unordered is not None)
+        sides = {"left": left or (0 if mask in ("left", "window") else None)}
+        sides["right"] = right or (0 if mask in ("causal", "window") else None)
+        bounds = "".join(f",{side}={size}" for side, size in sides.items() if size is not None)
+        flags = "".join(f",{word}" for word in words.split() if word != "unordered")
+        found = cls.parse(f"{shape}x{dims.replace('/', 'x')},{dtype},{access or Access.TMA}{bounds}{flags}")
+        if found.family.mask_word != mask:
+            raise InvalidProblemError(
+                f"a {mask} mask has no {bounds.lstrip(',')}; the word is {found.family.mask_word}"
+            )
+        family = replace(found.family, kernel_pass=Pass(kernel_pass), unordered="unordered" in words.split())
         return replace(found, family=family)
 
     @property
@@ -327,13 +422,21 @@ class AttentionProblem:
         return f"{self.family.label} {self.shape.label}"
 
     @property
+    def window(self) -> tuple[int, int]:
+        """Keys that a row sees before and after its own, -1 for all; causal is (-1, 0)."""
+        family, shape = self.family, self.shape
+        return shape.window_left if family.bounded_left else -1, shape.window_right if family.bounded_right else -1
+
+    @property
     def visible_pairs(self) -> int:
-        """(query, key) pairs per head that the mask lets through, causal counted bottom-right."""
-        seqlen_q, seqlen_k = self.shape.seqlen_q, self.shape.seqlen_k
-        if not self.family.bounded_right:
-            return seqlen_q * seqlen_k
-        rows = min(seqlen_q, seqlen_k)  # the rows above see nothing
-        return rows * seqlen_k - rows * (rows - 1) // 2
+        """(query, key) pairs per head that the mask lets through, its diagonals counted bottom-right."""
+        shape, offset = self.shape, self.shape.seqlen_k - self.shape.seqlen_q
+        pairs = shape.seqlen_q * shape.seqlen_k
+        if self.family.bounded_right:
+            pairs = _pairs_up_to(offset + shape.window_right, shape.seqlen_q, shape.seqlen_k)
+        if self.family.bounded_left:
+            pairs -= _pairs_up_to(offset - shape.window_left - 1, shape.seqlen_q, shape.seqlen_k)
+        return pairs
 
     @property
     def flops(self) -> int:
@@ -344,7 +447,7 @@ class AttentionProblem:
         """
         shape, family = self.shape, self.family
         pairs = self.visible_pairs
-        if family.bounded_right and shape.seqlen_q == shape.seqlen_k:
+        if family.mask_word == "causal" and not shape.window_right and shape.seqlen_q == shape.seqlen_k:
             pairs = shape.seqlen_q * shape.seqlen_k // 2
         qk_products, v_products = _PRODUCTS[family.kernel_pass]
         columns = qk_products * family.head_dim + v_products * family.head_dim_v
@@ -378,6 +481,14 @@ def strongest_access(dtype: DType, head_dim: int, head_dim_v: int) -> Access:
     return Access.ANY if head_dim * dtype.itemsize % 16 or head_dim_v * dtype.itemsize % 16 else Access.TMA
 
 
+def _pairs_up_to(diagonal: int, seqlen_q: int, seqlen_k: int) -> int:
+    """Pairs of a row i and a key j <= i + diagonal."""
+    first, last = diagonal + 1, diagonal + seqlen_q  # keys that the first and the last row see, were there so many
+    start, end = max(first, 0), min(last, seqlen_k)
+    growing = (start + end) * (end - start + 1) // 2 if end >= start else 0
+    return growing + seqlen_k * max(0, last - max(seqlen_k, first - 1))
+
+
 def canonical_json(values: Mapping[str, Any]) -> str:
     """Sorted, compact JSON: equal values give equal text."""
     return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -394,12 +505,22 @@ _PRODUCTS = {
     Pass.BWD_POSTPROCESS: (0, 0),
 }
 _SHAPE_KEYS = ("batch_size", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_k")
-FAMILY_OPTIONS = {"unordered"}  # in a key only where it is true
+FAMILY_OPTIONS = {"unordered", "bounded_left", "softcap", "alibi", "sinks"}  # in a key only where it is true
+_FLAGS = ("softcap", "alibi", "sinks", "unordered")  # of FAMILY_OPTIONS, those that a text names by their own word
+SHAPE_OPTIONS = ("window_left", "window_right")  # in a key only where it is not 0
 _FAMILY_KEYS = {"pass", "dtype", "head_dim", "head_dim_v", "bounded_right", "access"}
+_MASK_WORDS = {
+    (False, False): "full",
+    (False, True): "causal",
+    (True, False): "left",
+    (True, True): "window",
+}  # by bounded_left, bounded_right
 _SHORT_DTYPES = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32"}
 _LABEL = re.compile(
-    r"(?P<kernel_pass>[a-z_]+) (?P<dtype>[a-z0-9]+) d(?P<dims>[0-9]{1,4}(?:/[0-9]{1,4})?) (?P<mask>causal|full)"
-    r"(?: (?P<access>tma|aligned|any))?(?: (?P<unordered>unordered))? (?P<shape>[0-9x×]+)"
+    r"(?P<kernel_pass>[a-z_]+) (?P<dtype>[a-z0-9]+) d(?P<dims>[0-9]{1,4}(?:/[0-9]{1,4})?) "
+    rf"(?P<mask>{'|'.join(_MASK_WORDS.values())})(?: (?P<access>tma|aligned|any))?"
+    rf"(?P<words>(?: (?:{'|'.join(_FLAGS)}))*) "
+    r"(?P<shape>[0-9x×]+)(?: left=(?P<left>[0-9]{1,10}))?(?: right=(?P<right>[0-9]{1,10}))?"
 )
 _DTYPES_BY_WORD = {**{short: dtype for dtype, short in _SHORT_DTYPES.items()}, **{d.value: d for d in DType}}
 
@@ -418,7 +539,9 @@ def _parse_key(key: str, expected: set[str], optional: set[str]) -> dict[str, An
             f"{key!r} is not a JSON object of schema {SCHEMA_VERSION}; was it written by another release?"
         )
     wrong = (expected - values.keys()) | (values.keys() - expected - optional)
-    wrong |= {name for name in optional & values.keys() if values[name] is not True}
+    given = optional & values.keys()
+    wrong |= {name for name in given & FAMILY_OPTIONS if values[name] is not True}
+    wrong |= {name for name in given & set(SHAPE_OPTIONS) if type(values[name]) is not int or values[name] < 1}
     if wrong:
         raise InvalidProblemError(f"{key!r} has missing or unknown entries: {', '.join(sorted(wrong))}")
     return values

@@ -1,7 +1,7 @@
 """Plain-torch attention and seeded inputs: what every kernel is compared with, and what CPU tensors run.
 
 Tensors are (batch, heads, seqlen, head_dim) throughout. `diagonal` is None (no bound) or the offset by which query row
-i sees keys j <= i + diagonal.
+i sees keys j <= i + diagonal; all else that a call may do to its scores is in `features`.
 """
 
 from itertools import product
@@ -9,6 +9,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from fa_autotune.features import NO_FEATURES, Features, seen_keys
 from fa_autotune.problem import Access, AttentionFamily, AttentionShape, DType
 
 MAX_SCORES = 2**25  # of one part of a large call: 128 MiB in fp32
@@ -20,14 +21,68 @@ def reference_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
 
-def hidden_keys(seqlen_q: int, seqlen_k: int, diagonal: int, device: torch.device, first_row: int = 0) -> Tensor:
+def hidden_keys(
+    seqlen_q: int,
+    seqlen_k: int,
+    diagonal: int | None,
+    device: torch.device,
+    first_row: int = 0,
+    left_diagonal: int | None = None,
+) -> Tensor:
     """(seqlen_q, seqlen_k) mask, true where query row first_row + i must not see key j."""
-    rows = torch.arange(first_row, first_row + seqlen_q, device=device)
-    return torch.arange(seqlen_k, device=device)[None, :] > (rows + diagonal)[:, None]
+    rows = torch.arange(first_row, first_row + seqlen_q, device=device)[:, None]
+    keys = torch.arange(seqlen_k, device=device)[None, :]
+    hidden = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    if diagonal is not None:
+        hidden |= keys > rows + diagonal
+    if left_diagonal is not None:
+        hidden |= keys < rows + left_diagonal
+    return hidden
+
+
+def _hidden(
+    q: Tensor, k: Tensor, diagonal: int | None, features: Features, first_row: int = 0, first_key: int = 0
+) -> Tensor | None:
+    """`hidden_keys` of stretches of rows and keys; None where nothing is bounded."""
+    left = features.left_diagonal
+    if diagonal is None and left is None:
+        return None
+    right, left = (side if side is None else side - first_key for side in (diagonal, left))
+    return hidden_keys(q.shape[2], k.shape[2], right, q.device, first_row, left)
+
+
+def _scored(
+    products: Tensor, features: Features, first_row: int = 0, first_key: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """Scores of scaled products, and their derivative by those; None where it is 1."""
+    scores, slope = products, None
+    if features.softcap:
+        bent = torch.tanh(products / features.softcap)
+        scores, slope = features.softcap * bent, 1.0 - bent.square()
+    if features.alibi_slopes is not None:
+        rows = torch.arange(first_row, first_row + products.shape[2], device=products.device)[:, None]
+        keys = torch.arange(first_key, first_key + products.shape[3], device=products.device)[None, :]
+        distance = (rows + features.key_offset - keys).abs().to(products.dtype)
+        scores = scores - features.alibi_slopes.to(products.dtype)[:, :, None, None] * distance
+    return scores, slope
+
+
+def _log_sum_exp(scores: Tensor, features: Features) -> Tensor:
+    lse = torch.logsumexp(scores, dim=-1)
+    if features.sinks is None:
+        return lse
+    return torch.logaddexp(lse, features.sinks.to(lse.dtype)[..., None])
 
 
 def attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, diagonal: int | None = None, first_row: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    diagonal: int | None = None,
+    first_row: int = 0,
+    features: Features = NO_FEATURES,
 ) -> tuple[Tensor, Tensor]:
     """Attention in the reference precision: (out, lse), out still in that precision.
 
@@ -37,12 +92,11 @@ def attention_reference(
     precise = reference_dtype(q.dtype)
     group = q.shape[1] // k.shape[1]
     k, v = (tensor.to(precise).repeat_interleave(group, dim=1) for tensor in (k, v))
-    scores = q.to(precise) @ k.transpose(-1, -2) * softmax_scale
-    hidden = None
-    if diagonal is not None:
-        hidden = hidden_keys(q.shape[2], k.shape[2], diagonal, q.device, first_row)
+    scores, _ = _scored(q.to(precise) @ k.transpose(-1, -2) * softmax_scale, features, first_row)
+    hidden = _hidden(q, k, diagonal, features, first_row)
+    if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
-    lse = torch.logsumexp(scores, dim=-1)
+    lse = _log_sum_exp(scores, features)
     weights = torch.exp(scores - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
     out = weights @ v
     if hidden is not None and not torch.isfinite(v).all():
@@ -59,6 +113,7 @@ def attention_gradients(
     *,
     softmax_scale: float,
     diagonal: int | None = None,
+    features: Features = NO_FEATURES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v in the reference precision, from those of out and (if any) of lse.
 
@@ -68,19 +123,21 @@ def attention_gradients(
     precise = reference_dtype(q.dtype)
     _, num_q_heads, seqlen_q, _ = q.shape
     group = num_q_heads // k.shape[1]
-    seen = k.shape[2] if diagonal is None else max(0, min(k.shape[2], seqlen_q + diagonal))
+    first, end = seen_keys(seqlen_q, k.shape[2], diagonal, features.left_diagonal)
     q, d_out = q.to(precise), d_out.to(precise)
-    keys, values = (tensor[:, :, :seen].to(precise).repeat_interleave(group, dim=1) for tensor in (k, v))
-    scores = q @ keys.transpose(-1, -2) * softmax_scale
-    if diagonal is not None:
-        scores = scores.masked_fill(hidden_keys(seqlen_q, seen, diagonal, q.device), float("-inf"))
-    lse = torch.logsumexp(scores, dim=-1)
+    keys, values = (tensor[:, :, first:end].to(precise).repeat_interleave(group, dim=1) for tensor in (k, v))
+    scores, slope = _scored(q @ keys.transpose(-1, -2) * softmax_scale, features, first_key=first)
+    hidden = _hidden(q, keys, diagonal, features, first_key=first)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, float("-inf"))
+    lse = _log_sum_exp(scores, features)
     weights = torch.exp(scores - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
     delta = ((weights @ values) * d_out).sum(-1)
     if d_lse is not None:
         delta = delta - d_lse.to(precise)
     dk, dv = k.new_zeros(k.shape, dtype=precise), v.new_zeros(v.shape, dtype=precise)
-    dq, dk[:, :, :seen], dv[:, :, :seen] = _gradients(q, keys, values, d_out, weights, delta, softmax_scale, group)
+    seen = (slice(None), slice(None), slice(first, end))
+    dq, dk[seen], dv[seen] = _gradients(q, keys, values, d_out, weights, delta, softmax_scale, group, slope)
     return dq, dk, dv
 
 
@@ -97,6 +154,7 @@ def gradients_from_statistics(
     first_row: int = 0,
     first_key: int = 0,
     dtype: torch.dtype | None = None,
+    features: Features = NO_FEATURES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from what a backward kernel gets: lse, and delta = rowsum(d_out ∘ out) − d_lse.
 
@@ -109,12 +167,13 @@ def gradients_from_statistics(
     group = q.shape[1] // k.shape[1]
     q, d_out = q.to(dtype), d_out.to(dtype)
     keys, values = (tensor.to(dtype).repeat_interleave(group, dim=1) for tensor in (k, v))
-    scores = (q @ (keys * softmax_scale).transpose(-1, -2)).to(precise)
+    products = (q @ (keys * softmax_scale).transpose(-1, -2)).to(precise)
+    scores, slope = _scored(products, features, first_row, first_key)
     weights = torch.exp(scores - torch.where(lse == float("-inf"), float("inf"), lse)[..., None])
-    if diagonal is not None:
-        hidden = hidden_keys(q.shape[2], k.shape[2], diagonal - first_key, q.device, first_row)
+    hidden = _hidden(q, k, diagonal, features, first_row, first_key)
+    if hidden is not None:
         weights = weights.masked_fill(hidden, 0.0)
-    return _gradients(q, keys, values, d_out, weights, delta, softmax_scale, group)
+    return _gradients(q, keys, values, d_out, weights, delta, softmax_scale, group, slope)
 
 
 def _gradients(
@@ -126,17 +185,26 @@ def _gradients(
     delta: Tensor,
     softmax_scale: float,
     group: int,
+    slope: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; keys and values are repeated for the heads of a group, their gradients are summed."""
     d_weights = (d_out @ values.transpose(-1, -2)).to(weights.dtype)
-    d_scores = (weights * (d_weights - delta[..., None]) * softmax_scale).to(q.dtype)
+    d_scores = weights * (d_weights - delta[..., None]) * softmax_scale
+    d_scores = (d_scores if slope is None else d_scores * slope).to(q.dtype)
     dk, dv = d_scores.transpose(-1, -2) @ q, weights.to(q.dtype).transpose(-1, -2) @ d_out
     heads = (keys.shape[0], keys.shape[1] // group, group)
     return d_scores @ keys, dk.view(*heads, *dk.shape[2:]).sum(2), dv.view(*heads, *dv.shape[2:]).sum(2)
 
 
 def backward_statistics(
-    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, *, softmax_scale: float, diagonal: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_out: Tensor,
+    *,
+    softmax_scale: float,
+    diagonal: int | None = None,
+    features: Features = NO_FEATURES,
 ) -> tuple[Tensor, Tensor]:
     """(lse, delta), fp32 (batch, num_q_heads, seqlen_q): what the forward and the delta kernel leave for a backward.
 
@@ -154,6 +222,7 @@ def backward_statistics(
         out, lse_part = attention_reference(
             q[part][None], k[kv_part][None], v[kv_part][None],
             softmax_scale=softmax_scale, diagonal=diagonal, first_row=start,
+            features=features.of_heads(slice(batch, batch + 1), part[1]),
         )  # fmt: skip
         lse[part] = lse_part[0]
         delta[part] = (out[0] * d_out[part].to(out.dtype)).sum(-1)
@@ -169,17 +238,29 @@ def _without_hidden_nan(weights: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
 
 
 def attention_same_precision(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, diagonal: int | None = None, first_row: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    diagonal: int | None = None,
+    first_row: int = 0,
+    features: Features = NO_FEATURES,
 ) -> Tensor:
     """The same computation in the inputs' own precision, scale applied to k: the error plain torch makes."""
     group = q.shape[1] // k.shape[1]
     k, v = (tensor.repeat_interleave(group, dim=1) for tensor in (k, v))
-    scores = q @ (k * softmax_scale).transpose(-1, -2)
-    if diagonal is not None:
-        hidden = hidden_keys(q.shape[2], k.shape[2], diagonal, q.device, first_row)
+    scores, _ = _scored(q @ (k * softmax_scale).transpose(-1, -2), features, first_row)
+    hidden = _hidden(q, k, diagonal, features, first_row)
+    if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
-        return torch.softmax(scores, dim=-1).masked_fill(hidden.all(-1)[:, None], 0.0) @ v
-    return torch.softmax(scores, dim=-1) @ v
+    if features.sinks is not None:
+        sinks = features.sinks.to(scores.dtype)[:, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : k.shape[2]]
+    if hidden is not None:
+        weights = weights.masked_fill(hidden.all(-1)[:, None], 0.0)
+    return weights @ v
 
 
 def seeded_inputs(

@@ -4,6 +4,7 @@ Checks are made once for each kind of call (`calls`), so they may take their tim
 """
 
 from collections.abc import Callable
+from operator import index
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ MIN_SCALE, MAX_SCALE = 2.0**-125, 2.0**127  # times log2(e), still a normal fp32
 # Order of a call's axes, and how its results lie in memory. Plain integers: they are arguments of an operator.
 BHSD, BSHD, BHSD_STORED_AS_BSHD = 0, 1, 2
 
-# Which keys a query row sees: all, or those up to a diagonal that ends in one of two corners.
-FULL, BOTTOM_RIGHT, TOP_LEFT = 0, 1, 2
+# Which keys a query row sees: all, those up to a diagonal that ends in one of two corners (causal), or those of a
+# bottom-right window, whose sizes are arguments of their own.
+FULL, BOTTOM_RIGHT, TOP_LEFT, WINDOW = 0, 1, 2, 3
+OPEN = -1  # size of a window's side that bounds nothing
 
 # What runs a call: plain torch, generated kernels, or those with a backward that may add up dq in any order.
 REFERENCE, GENERATED, UNORDERED = 0, 1, 2
@@ -27,6 +30,7 @@ REFERENCE, GENERATED, UNORDERED = 0, 1, 2
 DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 
 Quad = tuple[int, int, int, int]
+Extras = tuple[Tensor | None, ...]  # a call's alibi_slopes and sinks, fp32 (batch, num_q_heads); or empty, for neither
 Geometry = tuple[tuple[int, ...], tuple[int, ...]]  # size and strides
 Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
@@ -111,18 +115,95 @@ def as_scale(value: Any) -> float:
         raise InvalidProblemError(
             "softmax_scale requires a gradient, which kernels do not give; multiply q by it and pass softmax_scale=1.0"
         )
+    return _as_float("softmax_scale", value, "None means 1/sqrt(head_dim)")
+
+
+def as_softcap(value: Any) -> float:
+    """A softcap of any number type as a float; InvalidProblemError if it is no number, or wants a gradient."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise InvalidProblemError("softcap requires a gradient, which kernels do not give; pass it detached")
+    return _as_float("softcap", value, "0.0 means none")
+
+
+def _as_float(name: str, value: Any, off: str) -> float:
     try:
         if isinstance(value, (str, bytes)):
             raise TypeError
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise InvalidProblemError(f"softmax_scale={value!r} is not a number; None means 1/sqrt(head_dim)") from None
+        raise InvalidProblemError(f"{name}={value!r} is not a number; {off}") from None
+
+
+def as_extras(q: Tensor, layout: int, alibi_slopes: Any, sinks: Any) -> Extras:
+    """Slopes and sinks of each batch and head, as kernels take them; InvalidProblemError for what is none."""
+    if alibi_slopes is sinks is None:
+        return ()
+    heads = q.shape[2 if layout == BSHD else 1]
+    return (
+        _of_heads("alibi_slopes", alibi_slopes, q, heads, batched=True),
+        _of_heads("sinks", sinks, q, heads, batched=False),
+    )
+
+
+def _of_heads(name: str, tensor: Any, q: Tensor, heads: int, *, batched: bool) -> Tensor | None:
+    if tensor is None:
+        return None
+    check_tensor(name, tensor)
+    sizes = [(heads,), *([(q.shape[0], heads)] if batched else [])]
+    if tuple(tensor.shape) not in sizes:
+        rule = f"({heads},){f' or ({q.shape[0]}, {heads})' if batched else ''}"
+        raise InvalidProblemError(
+            f"{name} has shape {tuple(tensor.shape)}; it is {rule}, a number for each query head"
+            f"{', or each of a batch' if batched else ''}"
+        )
+    if not tensor.is_floating_point():
+        raise InvalidProblemError(f"{name} is {tensor.dtype}, attention takes floating-point numbers; cast it")
+    if tensor.device != q.device:
+        raise InvalidProblemError(f"{name} is on {tensor.device} and q on {q.device}; move one of them")
+    if name == "alibi_slopes" and tensor.requires_grad and torch.is_grad_enabled():
+        raise InvalidProblemError(
+            "alibi_slopes requires a gradient, which kernels do not give; pass alibi_slopes.detach()"
+        )
+    wide: Tensor = tensor.to(torch.float32).expand(q.shape[0], heads)
+    return wide
+
+
+def check_softcap(softcap: float) -> None:
+    """InvalidProblemError if a softcap is neither 0 nor a positive normal fp32 number."""
+    if softcap != 0.0 and not MIN_SCALE <= softcap <= MAX_SCALE:
+        raise InvalidProblemError(
+            f"softcap={softcap} is not a positive number that float32 holds; 0.0 means none, and any other caps the "
+            "scores at ±softcap"
+        )
 
 
 def check_scale(scale: float) -> None:
     """InvalidProblemError if a scale is not finite in fp32."""
     if not abs(scale) <= MAX_SCALE:
         raise InvalidProblemError(f"softmax_scale={scale} is not finite in float32; None means 1/sqrt(head_dim)")
+
+
+def mask_of(causal: Any, window_size: Any) -> tuple[int, int, int]:
+    """(mask, window_left, window_right) of a call; where causal, a row sees no key after its own."""
+    if type(window_size) is tuple and window_size == (OPEN, OPEN):
+        return BOTTOM_RIGHT if causal else FULL, OPEN, OPEN
+    left, right = as_window(window_size)
+    right = 0 if causal else right
+    if left == OPEN and right in (OPEN, 0):
+        return FULL if right else BOTTOM_RIGHT, OPEN, OPEN
+    return WINDOW, left, right
+
+
+def as_window(value: Any) -> tuple[int, int]:
+    """A window's (left, right) as integers, OPEN where they are negative; InvalidProblemError if they are no two."""
+    try:
+        left, right = (index(side) for side in value)
+    except (TypeError, ValueError):
+        raise InvalidProblemError(
+            f"window_size={value!r} is not (left, right): how many keys a row sees before and after its own, integers, "
+            "-1 for all; leave it out for no window"
+        ) from None
+    return max(left, OPEN), max(right, OPEN)
 
 
 def check_tensor(name: str, tensor: Any) -> None:

@@ -146,7 +146,7 @@ def soak_job(bench: Bench, built: Built, problem: AttentionProblem) -> AccuracyR
     for bit."""
     kernel = _loaded(built, bench.device.arch)
     workload = _workload(problem, str(bench.torch_device))
-    report = verify_sampled(kernel, problem, workload.inputs, workload.softmax_scale)
+    report = verify_sampled(kernel, problem, workload.inputs, workload.softmax_scale, workload.features)
     if not report.passed or bench.device_index is None:
         return report
     return _soaked(report, kernel, workload)

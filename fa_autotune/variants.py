@@ -181,7 +181,8 @@ def default_config(spec: VariantSpec, family: AttentionFamily, arch: str) -> Ker
         return _gluon_seeds(spec, family)[0]
     columns = padded_head_dim(family.head_dim) + padded_head_dim(family.head_dim_v)
     if multiplies_by_fma(family, arch):
-        owned = 16 if spec.kernel_pass is not Pass.FWD and columns > 256 else 32
+        widest = 96 if family.bounded_left and family.access is Access.ANY else 256  # what hardly spills with 32 rows
+        owned = 16 if spec.kernel_pass is not Pass.FWD and columns > widest else 32
         return _tiled(spec, family, (owned, 16, 4, 1), 32)
     if spec.kernel_pass is not Pass.FWD:
         return _tiled(spec, family, _backward_default(spec, family, arch, columns), 256)
@@ -277,6 +278,8 @@ def _backward_default(spec: VariantSpec, family: AttentionFamily, arch: str, col
     is_dkdv = spec.kernel_pass is Pass.BWD_DKDV
     stages = 1 if multiplies_in_tensor_memory(arch) and is_dkdv else 2
     if spec.variant is Variant.TMA:
+        if columns <= 128 and stages == 1 and (family.mask_word == "window" or family.softcap):
+            return (64, 64, 8, 1)  # both edges in one loop, and the cap's slope, take more registers
         if columns <= 128 or (columns <= 256 and not is_dkdv):
             return (64, 64, 4, stages)
         return (64, 32, 8, stages)
@@ -285,7 +288,7 @@ def _backward_default(spec: VariantSpec, family: AttentionFamily, arch: str, col
     if family.access is Access.ANY:  # a pointer for each element leaves fewer registers
         return (32, 32, 8, 1) if columns <= 128 else (16, 32, 8, 1) if columns <= 256 else (16, 16, 4, 1)
     if columns <= 128:
-        return (64, 32, 4, 2)
+        return (64, 32, 8 if family.alibi and stages == 1 else 4, 2)
     if columns <= 256:
         return (64, 16, 8, stages)
     return (32, 32, 8, 2) if columns <= 320 else (16, 32, 4, 1)
@@ -344,7 +347,16 @@ def _hopper_ws_supports(family: AttentionFamily, arch: str, triton_version: tupl
         return f"tensor descriptors can't read these pointers and strides (access={family.access.value})"
     if family.dtype is DType.FLOAT32:
         return "wgmma multiplies no float32 in ieee precision; the portable variant serves"
-    return None
+    return _plain_scores(family)
+
+
+def _plain_scores(family: AttentionFamily) -> str | None:
+    """What the kernels in Gluon, and those beside them, do not know yet."""
+    lacks = {"bounded_left": "window to the left", "softcap": "cap on the scores", "alibi": "ALiBi"}
+    if family.kernel_pass is Pass.FWD:
+        lacks["sinks"] = "sinks"
+    found = [words for name, words in lacks.items() if getattr(family, name)]
+    return f"it knows no {' and no '.join(found)}; the tma and portable variants serve" if found else None
 
 
 def _fused_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
@@ -366,7 +378,7 @@ def _beside_fused_supports(family: AttentionFamily, arch: str, triton_version: t
         return f"it goes with the fused kernel, which is for sm_90, not {arch}"
     if family.dtype is DType.FLOAT32:
         return "it goes with the fused kernel, which multiplies no float32"
-    return _portable_supports(family, arch, triton_version)
+    return _portable_supports(family, arch, triton_version) or _plain_scores(family)
 
 
 def _tma_backward_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:

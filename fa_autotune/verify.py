@@ -2,8 +2,9 @@
 
 The rule (design §2): max|x − ref| ≤ 2·max|pt − ref| + atol and mean error ≤ 1.5·pt's, where pt is plain torch in the
 inputs' precision and atol two roundings, (ref + 0.3 − 0.3) − ref, of the output dtype; 3 in place of 2 for gradients of
-bfloat16 with head dim 256 and grouped heads. It holds for out and for gradients; lse and delta must be within 1e-5;
-exact zeros and −inf are checked exactly. A fused backward's dq is checked as the postprocessing would give it.
+bfloat16 with head dim 256 and grouped heads, and of capped scores. It holds for out and for gradients; lse and delta
+must be within 1e-5; exact zeros and −inf are checked exactly. A fused backward's dq is checked as the postprocessing
+would give it.
 Outputs are poisoned with NaN and surrounded by canaries, unused keys hold NaN, and every launch is repeated: the two
 results must be equal bit for bit. A kernel that adds up in any order runs ten times on each probe instead, and every
 result must follow the rule.
@@ -19,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_autotune.problem import AttentionFamily, AttentionProblem, AttentionShape, DType, Pass
+from fa_autotune.features import Features, seen_keys
+from fa_autotune.problem import KEYLESS_PASSES, AttentionFamily, AttentionProblem, AttentionShape, DType, Pass
 from fa_autotune.records import AccuracyReport
 from fa_autotune.reference import (
     MAX_SCORES,
@@ -34,6 +36,7 @@ from fa_autotune.workload import (
     bottom_right_diagonal,
     dq_of_acc,
     lse_and_delta_of,
+    seeded_features,
     seeded_workload,
     statistics_of,
 )
@@ -41,7 +44,7 @@ from fa_autotune.workload import (
 Kernel = Callable[..., None]  # takes what `launch.LoadedKernel` takes for its pass, and writes the outputs among it
 
 MAX_ERROR_FACTOR = 2.0
-GQA_GRADIENT_FACTOR = 3.0
+LENIENT_GRADIENT_FACTOR = 3.0
 MEAN_ERROR_FACTOR = 1.5
 STATISTIC_TOLERANCE = 1e-5
 CANARY_ROWS = 3  # rows of the output's storage before and after it that must stay untouched
@@ -53,7 +56,7 @@ MIN_SAMPLED_ROWS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One small call that a kernel must get right. `top_left` puts the diagonal at 0 instead of bottom-right."""
+    """One small call that a kernel must get right. `top_left` puts a row's own key at 0 instead of bottom-right."""
 
     shape: AttentionShape
     scale: float = 1.0
@@ -62,8 +65,11 @@ class Probe:
 
     def diagonal(self, family: AttentionFamily) -> int | None:
         """The kernel's diagonal argument for this probe."""
-        if not family.bounded_right:
-            return None
+        return self.offset + self.shape.window_right if family.bounded_right else None
+
+    @property
+    def offset(self) -> int:
+        """Row i's own key is i + offset."""
         return 0 if self.top_left else self.shape.seqlen_k - self.shape.seqlen_q
 
 
@@ -74,7 +80,35 @@ def probes(
 
     `programs`: how many a persistent kernel runs at most; then there are calls that give each several query tiles.
     """
+    found = _probes(block_m=block_m, block_n=block_n, exact_lengths=exact_lengths, programs=programs)
+    if not family.bounded_left:
+        return found
+    return _in_windows(family, found, block_m, block_n, exact_lengths)
 
+
+def _in_windows(
+    family: AttentionFamily, probe_list: list[Probe], block_m: int, block_n: int, exact_lengths: bool
+) -> list[Probe]:
+    """The calls in windows of all widths, and two more: whole blocks inside a window, keys before every window."""
+    wide = block_m + 2 * block_n  # with whole blocks inside it
+    lefts, rights = (wide, 0, block_n + 1, 3, wide + 5, 1), (0, block_n - 1, 0, 2, 0, wide)
+    long, end = 2 * block_m * -(-wide // block_m), 0 if exact_lengths else 3
+    keys = block_n * -(-2 * wide // block_n)
+    one = AttentionShape(
+        batch_size=1, num_q_heads=2, num_kv_heads=1, seqlen_q=long - end, seqlen_k=keys + block_n + end
+    )
+    more = [
+        Probe(shape=replace(one, window_left=wide), seed=8),
+        Probe(shape=replace(one, seqlen_q=block_m, window_left=wide - block_n - 1), seed=9),
+    ]
+    windows = [
+        replace(probe.shape, window_left=lefts[n % 6], window_right=rights[n % 6] if family.bounded_right else 0)
+        for n, probe in enumerate(probe_list)
+    ]
+    return [*(replace(probe, shape=shape) for probe, shape in zip(probe_list, windows, strict=True)), *more]
+
+
+def _probes(*, block_m: int, block_n: int, exact_lengths: bool, programs: int) -> list[Probe]:
     def shape(seqlen_q: int, seqlen_k: int, *, batch: int = 1, heads: int = 2, group: int = 1) -> AttentionShape:
         return AttentionShape(
             batch_size=batch, num_q_heads=heads, num_kv_heads=heads // group, seqlen_q=seqlen_q, seqlen_k=seqlen_k
@@ -128,12 +162,16 @@ def verify(
 
 
 def verify_sampled(
-    kernel: Kernel, problem: AttentionProblem, inputs: tuple[Tensor, ...], softmax_scale: float
+    kernel: Kernel,
+    problem: AttentionProblem,
+    inputs: tuple[Tensor, ...],
+    softmax_scale: float,
+    features: Features | None = None,
 ) -> AccuracyReport:
     """Check a kernel at a problem's own size: sampled heads and rows against the reference, all of it bit-equal twice.
 
     The rows (dk and dv: keys) are the first, the last and a middle stretch of each sampled head: the reference of all
-    would not fit. `inputs` are those of `Workload`.
+    would not fit. `inputs` are those of `Workload`, and so are `features` unless they are given.
     """
     workload = Workload(
         family=problem.family,
@@ -141,6 +179,7 @@ def verify_sampled(
         inputs=inputs,
         softmax_scale=softmax_scale,
         diagonal=bottom_right_diagonal(problem),
+        features=seeded_features(problem, device=inputs[0].device) if features is None else features,
     )
     first, second = islice(_launched(kernel, workload), 2)
     worst = _Worst()
@@ -380,11 +419,20 @@ def _expected(family: AttentionFamily, probe: Probe, device_name: str) -> tuple[
     """A probe's call, and what is expected of each output; then the keys that no row sees are made NaN."""
     problem, diagonal = AttentionProblem(family=family, shape=probe.shape), probe.diagonal(family)
     device = torch.device(device_name)
-    workload = seeded_workload(problem, device=device, diagonal=diagonal, seed=probe.seed, scale=probe.scale)
+    workload = seeded_workload(
+        problem,
+        device=device,
+        diagonal=diagonal,
+        seed=probe.seed,
+        scale=probe.scale,
+        features=seeded_features(problem, device=device, offset=probe.offset, seed=probe.seed),
+    )
     expected = _expectations(workload, workload.inputs)
-    if diagonal is not None and (unseen := max(0, probe.shape.seqlen_q + diagonal)) < probe.shape.seqlen_k:
+    if family.kernel_pass not in KEYLESS_PASSES:
+        first, end = _seen_keys(workload)
         for tensor in workload.inputs[1:3]:  # k and v
-            tensor[:, :, unseen:] = float("nan")
+            tensor[:, :, :first] = float("nan")
+            tensor[:, :, end:] = float("nan")
     return workload, expected
 
 
@@ -397,6 +445,7 @@ def _expectations(
         "softmax_scale": workload.softmax_scale,
         "diagonal": workload.diagonal,
         "first_row": first_row,
+        "features": workload.features,
     }
     if family.kernel_pass is Pass.BWD_DELTA:
         out, d_out = (tensor.to(torch.float64) for tensor in inputs)
@@ -423,13 +472,16 @@ def _expectations(
     if family.kernel_pass is Pass.FWD:
         ref, lse = attention_reference(*inputs, **call)
         pt, empty = attention_same_precision(*inputs, **call), lse == float("-inf")
+        if workload.features.sinks is not None:  # which are in the lse of rows that see no key
+            call["features"] = replace(workload.features, sinks=None)
+            empty = attention_reference(*inputs, **call)[1] == float("-inf")
         return [_Numbers(name="out", ref=ref, pt=pt, zero=empty, why="rows that see no key"), _Lse(ref=lse)]
     refs = gradients_from_statistics(*inputs, **call, first_key=first_key)
     pts = gradients_from_statistics(*inputs, **call, first_key=first_key, dtype=inputs[0].dtype)
     factor = MAX_ERROR_FACTOR
     widest = max(family.head_dim, family.head_dim_v)
-    if family.dtype is DType.BFLOAT16 and widest == 256 and workload.shape.gqa_group_size > 1:
-        factor = GQA_GRADIENT_FACTOR
+    if family.softcap or (family.dtype is DType.BFLOAT16 and widest == 256 and workload.shape.gqa_group_size > 1):
+        factor = LENIENT_GRADIENT_FACTOR
     if family.kernel_pass is Pass.BWD_DQ:
         empty, why = inputs[4] == float("-inf"), "rows that see no key"
         return [_Numbers(name="dq", ref=refs[0], pt=pts[0], zero=empty, why=why, factor=factor)]
@@ -460,8 +512,14 @@ def _parts(workload: Workload) -> list[tuple[Workload, tuple[int, ...]]]:
 def _unseen_keys(workload: Workload, k: Tensor, first_key: int) -> Tensor:
     """(batch, kv heads, keys) mask of the keys that no row sees."""
     keys = torch.arange(first_key, first_key + k.shape[2], device=k.device)
-    seen = workload.shape.seqlen_k if workload.diagonal is None else workload.shape.seqlen_q + workload.diagonal
-    return (keys >= seen).expand(k.shape[:3])
+    first, end = _seen_keys(workload)
+    return ((keys < first) | (keys >= end)).expand(k.shape[:3])
+
+
+def _seen_keys(workload: Workload) -> tuple[int, int]:
+    """The keys that some row sees."""
+    shape = workload.shape
+    return seen_keys(shape.seqlen_q, shape.seqlen_k, workload.diagonal, workload.features.left_diagonal)
 
 
 def _expected_stretch(workload: Workload, batch: int, head: int, start: int, stop: int) -> list[_Expectation]:
@@ -479,7 +537,8 @@ def _expected_stretch(workload: Workload, batch: int, head: int, start: int, sto
         parts = [tensor[rows_of] for tensor in inputs]
     else:
         parts = [tensor[keys_of if place in (1, 2) else rows_of] for place, tensor in enumerate(inputs)]
-    return _expectations(workload, tuple(parts), **first)
+    part = replace(workload, features=workload.features.of_heads(one, rows_of[1]))
+    return _expectations(part, tuple(parts), **first)
 
 
 def _samples(workload: Workload) -> Iterator[tuple[int, int, int, int]]:

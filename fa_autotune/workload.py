@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa_autotune.features import NO_FEATURES, Features
 from fa_autotune.fused_workspace import DQ_LANES, dq_acc_size, fused_tile, statistics_size, turns_size
 from fa_autotune.problem import KEYLESS_PASSES, AttentionFamily, AttentionProblem, AttentionShape, Pass
 from fa_autotune.reference import TORCH_DTYPES, backward_statistics, seeded_inputs, seeded_output
@@ -41,6 +42,7 @@ class Workload:
     inputs: tuple[Tensor, ...]
     softmax_scale: float
     diagonal: int | None
+    features: Features = NO_FEATURES
 
     @property
     def outputs(self) -> tuple[Output, ...]:
@@ -88,13 +90,43 @@ class Workload:
 
     def arguments(self, outputs: Sequence[Tensor]) -> tuple[Any, ...]:
         """What the kernel is called with."""
-        scalars = () if self.family.kernel_pass in KEYLESS_PASSES else (self.softmax_scale, self.diagonal)
-        return (*self.inputs, *outputs, *scalars)
+        if self.family.kernel_pass in KEYLESS_PASSES:
+            return (*self.inputs, *outputs)
+        tensors, numbers = self.features.tensors(self.family), self.features.numbers(self.family)
+        return (*self.inputs, *outputs, *tensors, self.softmax_scale, self.diagonal, *numbers)
 
 
 def bottom_right_diagonal(problem: AttentionProblem) -> int | None:
-    """The diagonal by which the last row sees the last key; None where nothing is bounded."""
-    return problem.shape.seqlen_k - problem.shape.seqlen_q if problem.family.bounded_right else None
+    """The diagonal by which the last row sees the last key (and its window's next ones); None where it is unbounded."""
+    shape = problem.shape
+    return shape.seqlen_k - shape.seqlen_q + shape.window_right if problem.family.bounded_right else None
+
+
+SOFTCAPS = (2.0, 30.0, 0.5)  # of seeds in turn: some that bend every score, some that bend the largest
+
+
+def seeded_features(
+    problem: AttentionProblem, *, device: torch.device, offset: int | None = None, seed: int = 0
+) -> Features:
+    """Values of a problem's features; row i's own key is i + `offset`, bottom-right where that is None.
+
+    Slopes and sinks are those of heads for even seeds (stride 0 over the batch), else of each batch and head; odd seeds
+    have a sink of −inf, which is none, and a very large one.
+    """
+    family, shape = problem.family, problem.shape
+    offset = shape.seqlen_k - shape.seqlen_q if offset is None else offset
+    size = (shape.batch_size, shape.num_q_heads)
+    generator = torch.Generator(device=device).manual_seed(seed + 2**22)
+    slopes, sinks = (torch.randn(size if seed % 2 else size[1:], generator=generator, device=device) for _ in range(2))
+    if seed % 2:
+        sinks[0, 0], sinks[-1, -1] = float("-inf"), 80.0
+    return Features(
+        left_diagonal=offset - shape.window_left if family.bounded_left else None,
+        softcap=SOFTCAPS[seed % len(SOFTCAPS)] if family.softcap else 0.0,
+        alibi_slopes=(0.3 * slopes.abs()).expand(size) if family.alibi else None,
+        sinks=(2.0 * sinks).expand(size) if family.sinks else None,
+        key_offset=shape.seqlen_k - shape.seqlen_q,
+    )
 
 
 def seeded_workload(
@@ -104,12 +136,15 @@ def seeded_workload(
     diagonal: int | None,
     seed: int = 0,
     scale: float = 1.0,
+    features: Features | None = None,
 ) -> Workload:
     """A call with random normal inputs, q, k and v times `scale`, and the usual softmax_scale: same seed, same values.
 
     lse and delta are those of the call's own forward. do grows with √seqlen_k, by which the mean over as many keys
-    shrinks its effect: so gradients stay of order 1, above what the numerics rule allows for rounding.
+    shrinks its effect: so gradients stay of order 1, above what the numerics rule allows for rounding. `features` are
+    bottom-right ones unless given.
     """
+    features = seeded_features(problem, device=device, seed=seed) if features is None else features
     family, shape = problem.family, problem.shape
     softmax_scale = family.head_dim**-0.5
     kernel_pass = family.kernel_pass
@@ -126,12 +161,20 @@ def seeded_workload(
     if kernel_pass is Pass.BWD_PREPROCESS:
         inputs = (*inputs, _seeded_lse(shape, device, seed))
     if kernel_pass in (Pass.BWD_DKDV, Pass.BWD_DQ, Pass.BWD_FUSED):
-        inputs = (*inputs, *backward_statistics(*inputs, softmax_scale=softmax_scale, diagonal=diagonal))
+        call: dict[str, Any] = {"softmax_scale": softmax_scale, "diagonal": diagonal, "features": features}
+        inputs = (*inputs, *backward_statistics(*inputs, **call))
     if kernel_pass is Pass.BWD_FUSED:
         *inputs_before, lse, delta = inputs
         turns = torch.zeros(turns_size(shape), dtype=torch.int32, device=device)
         inputs = (*inputs_before, statistics_of(shape, lse, delta), turns)
-    return Workload(family=family, shape=shape, inputs=inputs, softmax_scale=softmax_scale, diagonal=diagonal)
+    return Workload(
+        family=family,
+        shape=shape,
+        inputs=inputs,
+        softmax_scale=softmax_scale,
+        diagonal=diagonal,
+        features=features,
+    )
 
 
 def _seeded_lse(shape: AttentionShape, device: torch.device, seed: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fa_autotune import attention
+from fa_autotune.features import Features
 from fa_autotune.paths import interpreting
 from fa_autotune.reference import (
     attention_gradients,
@@ -65,15 +66,39 @@ def swapped(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.transpose(1, 2) for tensor in tensors)
 
 
-def assert_right(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, softmax_scale: float | None = None
-) -> tuple[Tensor, Tensor]:
+def referred(
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> dict[str, Any]:
+    """What the reference is told of a call of `attention` with these arguments."""
+    left, right = window_size
+    right, offset = 0 if causal else right, k.shape[1] - q.shape[1]
+    return {
+        "softmax_scale": q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale,
+        "diagonal": None if right < 0 else offset + right,
+        "features": Features(
+            left_diagonal=None if left < 0 else offset - left,
+            softcap=softcap,
+            alibi_slopes=None if alibi_slopes is None else alibi_slopes.float().expand(q.shape[0], q.shape[2]),
+            sinks=None if sinks is None else sinks.detach().float().expand(q.shape[0], q.shape[2]),
+            key_offset=offset,
+        ),
+    }
+
+
+def assert_right(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
     """Call attention, hold out and lse to the numerics rule, and give them."""
-    out, lse = attention(q, k, v, causal=causal, softmax_scale=softmax_scale, return_lse=True)
-    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    diagonal = k.shape[1] - q.shape[1] if causal else None
-    ref, ref_lse = attention_reference(*swapped(q, k, v), softmax_scale=scale, diagonal=diagonal)
-    pt = attention_same_precision(*swapped(q, k, v), softmax_scale=scale, diagonal=diagonal)
+    out, lse = attention(q, k, v, **arguments, return_lse=True)
+    call = referred(q, k, **arguments)
+    ref, ref_lse = attention_reference(*swapped(q, k, v), **call)
+    pt = attention_same_precision(*swapped(q, k, v), **call)
     (got,) = swapped(out)
     rounded = ref.to(q.dtype)
     roundings = 2 * (((rounded + 0.3) - 0.3) - rounded).abs().to(ref.dtype)
@@ -110,21 +135,19 @@ def assert_gradients_right(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
     d_out: Tensor | None = None,
     factor: float = 2.0,
+    **arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Hold the gradients to the numerics rule, and give them."""
     if d_out is None:
         d_out = gradient_of(torch.Size((*q.shape[:3], v.shape[3])), q.dtype)
-    found = gradients(q, k, v, d_out, causal=causal, softmax_scale=softmax_scale)
-    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    diagonal = k.shape[1] - q.shape[1] if causal else None
+    found = gradients(q, k, v, d_out, **arguments)
+    call = referred(q, k, **arguments)
     tensors = swapped(q, k, v, d_out)
-    refs = attention_gradients(*tensors, softmax_scale=scale, diagonal=diagonal)
-    lse, delta = backward_statistics(*tensors, softmax_scale=scale, diagonal=diagonal)
-    pts = gradients_from_statistics(*tensors, lse, delta, softmax_scale=scale, diagonal=diagonal, dtype=q.dtype)
+    refs = attention_gradients(*tensors, **call)
+    lse, delta = backward_statistics(*tensors, **call)
+    pts = gradients_from_statistics(*tensors, lse, delta, **call, dtype=q.dtype)
     for name, tensor, gradient, ref, pt in zip("qkv", (q, k, v), found, refs, pts, strict=True):
         assert (gradient.shape, gradient.dtype) == (tensor.shape, tensor.dtype)
         rounded = ref.to(q.dtype)

@@ -46,6 +46,10 @@ def families(draw: st.DrawFn, kernel_pass: Pass | None = None) -> AttentionFamil
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         bounded_right=has_keys and draw(st.booleans()),
+        bounded_left=has_keys and draw(st.booleans()),
+        softcap=has_keys and draw(st.booleans()),
+        alibi=has_keys and draw(st.booleans()),
+        sinks=drawn_pass is Pass.FWD and draw(st.booleans()),
         access=draw(st.sampled_from(served)),
         unordered=drawn_pass is Pass.BWD_FUSED and draw(st.booleans()),
     )
@@ -53,7 +57,7 @@ def families(draw: st.DrawFn, kernel_pass: Pass | None = None) -> AttentionFamil
 
 @st.composite
 def shapes(draw: st.DrawFn, *, max_seqlen: int = 2**20) -> AttentionShape:
-    """Shapes with whole GQA groups; lengths of q and k are independent."""
+    """Shapes with whole GQA groups and a window; lengths of q and k are independent."""
     num_kv_heads = draw(st.integers(1, 32))
     return AttentionShape(
         batch_size=draw(st.integers(1, 512)),
@@ -61,7 +65,15 @@ def shapes(draw: st.DrawFn, *, max_seqlen: int = 2**20) -> AttentionShape:
         num_kv_heads=num_kv_heads,
         seqlen_q=draw(st.integers(1, max_seqlen)),
         seqlen_k=draw(st.integers(1, max_seqlen)),
+        window_left=draw(st.integers(0, max_seqlen)),
+        window_right=draw(st.sampled_from([0, draw(st.integers(0, max_seqlen))])),
     )
+
+
+def fitting(family: AttentionFamily, shape: AttentionShape) -> AttentionProblem:
+    """The problem of a family and a shape, whose window keeps the sides that the family bounds."""
+    left, right = shape.window_left * family.bounded_left, shape.window_right * family.bounded_right
+    return AttentionProblem(family=family, shape=replace(shape, window_left=left, window_right=right))
 
 
 @st.composite
@@ -70,7 +82,7 @@ def problems(draw: st.DrawFn, *, max_seqlen: int = 2**20) -> AttentionProblem:
     family, shape = draw(families()), draw(shapes(max_seqlen=max_seqlen))
     if family.kernel_pass in KEYLESS_PASSES:
         shape = replace(shape, num_kv_heads=shape.num_q_heads, seqlen_k=shape.seqlen_q)
-    return AttentionProblem(family=family, shape=shape)
+    return fitting(family, shape)
 
 
 def served_everywhere(**limits: int) -> st.SearchStrategy[AttentionProblem]:

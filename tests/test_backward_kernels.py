@@ -1,12 +1,12 @@
 """Generated backward kernels against the reference, in Triton's interpreter: passes, variants, dtypes, masks, dims."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from scalar_functions import on_python_numbers
 from strategies import PLAIN_VARIANTS
 from torch import Tensor
 
@@ -328,12 +328,6 @@ def test_a_module_runs_by_itself() -> None:
 
 
 # --- scalar arithmetic ------------------------------------------------------------------------------------------------
-
-
-def on_python_numbers(function: Any, **constants: int) -> Callable[..., Any]:
-    """A scalar function of a generated module, with Python's min and max in place of the language module."""
-    language = SimpleNamespace(minimum=min, maximum=max)
-    return FunctionType(function.fn.__code__, {"tl": language, **constants})
 
 
 def test_query_ranges_agree_with_the_mask_for_every_block() -> None:

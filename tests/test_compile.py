@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fa_autotune import attention, flash_attn_func, flash_attn_qkvpacked_func, scaled_dot_product_attention
-from fa_autotune.tensors import BHSD, BHSD_STORED_AS_BSHD, BOTTOM_RIGHT, BSHD, FULL, TOP_LEFT
+from fa_autotune.kernel_plan import CallArguments
+from fa_autotune.tensors import BHSD, BHSD_STORED_AS_BSHD, BOTTOM_RIGHT, BSHD, FULL, GENERATED, TOP_LEFT, WINDOW
 from tests.attention_calls import (
     BFLOAT16,
     DEVICE,
@@ -76,6 +77,26 @@ def test_a_compiled_call_is_one_graph_with_the_results_of_the_eager_one(causal: 
 
     assert_same(compiled(function, dynamic=dynamic), function, *make(20, 30, batch=1))
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"window_size": (5, 2)},
+        {"causal": True, "window_size": [5, -1]},
+        {"softcap": 2.0},
+        {"alibi_slopes": torch.tensor([0.5, 0.1, 0.0, 1.0], device=DEVICE)},
+    ],
+    ids=["window", "causal left", "softcap", "alibi"],
+)
+def test_a_compiled_call_with_a_feature_is_one_graph(arguments: dict[str, Any]) -> None:
+    tensors, sinks = make(20, 30), torch.tensor([0.0, 1.0, -1.0, 3.0], device=DEVICE)
+
+    def step(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        return attention(q, k, v, sinks=sinks, **arguments)
+
+    assert_same(compiled(step), step, *tensors, sinks)
 
 
 @runs_kernels
@@ -248,14 +269,24 @@ def test_a_dispatch_mode_sees_forward_and_backward(reference_only: None) -> None
 # --- the operators ----------------------------------------------------------------------------------------------------
 
 
-def call(mask: int = BOTTOM_RIGHT, layout: int = BSHD, scale: float | None = None) -> tuple[Any, ...]:
-    return scale, mask, layout, True
+def call(mask: int = BOTTOM_RIGHT, layout: int = BSHD, scale: float | None = None, **others: Any) -> CallArguments:
+    return CallArguments(scale, mask, layout, GENERATED, **others)
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [call(), call(FULL, BHSD), call(TOP_LEFT, BHSD_STORED_AS_BSHD), call(scale=-0.3), call(scale=0.0)],
-    ids=["causal", "full bhsd", "top-left", "negative scale", "zero scale"],
+    [
+        call(),
+        call(FULL, BHSD),
+        call(TOP_LEFT, BHSD_STORED_AS_BSHD),
+        call(scale=-0.3),
+        call(scale=0.0),
+        call(WINDOW, window_left=5, window_right=2),
+        call(softcap=1.5),
+        (*call(), torch.rand(2, 20), None),
+        (*call(), None, torch.rand(2, 20, requires_grad=True)),
+    ],
+    ids=["causal", "full bhsd", "top-left", "negative scale", "zero scale", "window", "softcap", "alibi", "sinks"],
 )
 def test_the_forward_operator_keeps_its_promises(arguments: tuple[Any, ...], reference_only: None) -> None:
     tensors = make(20, 20, heads=20, kv_heads=20, dtype=FLOAT32, device=torch.device("cpu"))
@@ -268,21 +299,29 @@ def test_the_forward_operator_keeps_its_promises_with_kernels() -> None:
     torch.library.opcheck(OPS.forward.default, (*requiring(*make(20, 20, batch=1)), *call()))
 
 
-@pytest.mark.parametrize("needed", [[True, True, True], [True, False, False], [False, False, True]])
+@pytest.mark.parametrize("needed", [[True] * 3 + [False], [True] + [False] * 3, [False, False, True, False]])
 @pytest.mark.parametrize("given", ["d_out", "d_lse", "both"])
 def test_the_backward_operator_keeps_its_promises(given: str, needed: list[bool], reference_only: None) -> None:
     tensors = make(20, 30, dtype=FLOAT32, device=torch.device("cpu"))
     out, lse = OPS.forward(*tensors, *call())
     d_out = None if given == "d_lse" else torch.randn_like(out)
     d_lse = None if given == "d_out" else torch.randn_like(lse)
-    torch.library.opcheck(OPS.backward.default, (d_out, d_lse, *tensors, out, lse, *call(), needed))
+    torch.library.opcheck(OPS.backward.default, (d_out, d_lse, *tensors, out, lse, needed, *call()))
+
+
+def test_the_backward_operator_keeps_its_promises_with_sinks(reference_only: None) -> None:
+    tensors, extras = make(20, 30, dtype=FLOAT32, device=torch.device("cpu")), (torch.rand(2, 4), torch.rand(2, 4))
+    out, lse = OPS.forward(*tensors, *call(), *extras)
+    for needed in ([True] * 4, [False, False, False, True]):
+        arguments = (torch.randn_like(out), torch.randn_like(lse), *tensors, out, lse, needed, *call(), *extras)
+        torch.library.opcheck(OPS.backward.default, arguments)
 
 
 @runs_kernels
 def test_the_backward_operator_keeps_its_promises_with_kernels() -> None:
     tensors = make(20, 20, batch=1)
     out, lse = OPS.forward(*tensors, *call())
-    arguments = (torch.randn_like(out), torch.randn_like(lse), *tensors, out, lse, *call(), [True, True, True])
+    arguments = (torch.randn_like(out), torch.randn_like(lse), *tensors, out, lse, [True, True, True, False], *call())
     torch.library.opcheck(OPS.backward.default, arguments)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from strategies import candidates, devices, shapes
+from strategies import candidates, devices, fitting, shapes
 from tuning_samples import (
     ACCURACY,
     H200,
@@ -353,7 +353,7 @@ def trial_records(draw: st.DrawFn) -> TrialRecord:
     candidate, status = draw(candidates()), draw(st.sampled_from(TrialStatus))
     return TrialRecord(
         candidate=candidate,
-        problem=AttentionProblem(family=candidate.family, shape=draw(shapes())),
+        problem=fitting(candidate.family, draw(shapes())),
         status=status,
         form=draw(st.sampled_from(CompileForm)),
         kernel_digest=draw(st.none() | st.text("0123456789abcdef", min_size=8, max_size=64)),

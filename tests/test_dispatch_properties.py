@@ -12,7 +12,7 @@ from fa_autotune.errors import NoKernelError
 from fa_autotune.problem import Access, AttentionProblem
 from fa_autotune.snapshot import WinnerRow
 from fa_autotune.variants import MIN_TRITON, VARIANTS, rejection, supported_variants, variant_spec
-from tests.strategies import devices, served_everywhere
+from tests.strategies import devices, fitting, served_everywhere
 from tests.winners import A100, H100, H200, LADDER, choose, dispatcher, plain_config, winner
 
 
@@ -30,7 +30,7 @@ def databases(draw: st.DrawFn, problem: AttentionProblem) -> list[WinnerRow]:
         spec = draw(st.sampled_from([spec for spec in VARIANTS if spec.kernel_pass is family.kernel_pass]))
         rows.append(
             winner(
-                AttentionProblem(family=family, shape=shape),
+                fitting(family, shape),
                 spec.config(**{knob.name: draw(st.sampled_from(knob.values)) for knob in spec.knobs}),
                 draw(st.sampled_from([H100, H200, A100, INTERPRETER])),
                 median_ms=draw(st.sampled_from([0.5, 1.0, 2.0])),
@@ -67,7 +67,7 @@ def test_order_of_rows_never_matters(data: st.DataObject, problem: AttentionProb
 
 @given(served_everywhere(max_seqlen=512), st.lists(served_everywhere(max_seqlen=512), max_size=5))
 def test_nearest_of_a_tuned_problem_is_itself(problem: AttentionProblem, others: list[AttentionProblem]) -> None:
-    rows = [winner(replace(other, family=problem.family), plain_config(problem)) for other in [*others, problem]]
+    rows = [winner(fitting(problem.family, other.shape), plain_config(problem)) for other in [*others, problem]]
     decision = choose(problem, *rows)
     if rejection(rows[-1].candidate, problem.shape, H200) is None:
         assert decision.row is not None

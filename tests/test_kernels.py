@@ -1,12 +1,10 @@
 """Generated kernels against the reference, in Triton's interpreter: every variant, dtype, mask, access and head dim."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from types import FunctionType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from scalar_functions import on_python_numbers
 from strategies import PLAIN_VARIANTS
 
 from fa_autotune.config import KernelConfig, PortableFwdConfig, TmaFwdConfig
@@ -194,12 +192,6 @@ def test_a_module_runs_by_itself() -> None:
     ref, ref_lse = attention_reference(q, k, v, softmax_scale=32**-0.5, diagonal=10)
     torch.testing.assert_close(out.float(), ref, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(lse, ref_lse, atol=1e-5, rtol=1e-5)
-
-
-def on_python_numbers(function: Any, **constants: int) -> Callable[..., Any]:
-    """A scalar function of a generated module, with Python's min and max in place of the language module."""
-    language = SimpleNamespace(minimum=min, maximum=max)
-    return FunctionType(function.fn.__code__, {"tl": language, **constants})
 
 
 def test_key_ranges_agree_with_the_mask_for_every_block() -> None:

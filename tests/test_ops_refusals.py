@@ -15,13 +15,7 @@ from tests.attention_calls import make, runs_kernels
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("window_size", (128, 0)),
-        ("window_size", (-1, 0)),
-        ("window_size", None),
-        ("softcap", 30.0),
-        ("alibi_slopes", torch.ones(4)),
         ("attn_mask", torch.ones(37, 41, dtype=torch.bool)),
-        ("sinks", torch.ones(4)),
         ("dropout_p", 0.1),
         ("score_mod", lambda score: score),
         ("mask_mod", lambda row: True),

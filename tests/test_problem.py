@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -68,6 +69,75 @@ def test_parse_reads_the_labels_that_tables_show(problem: AttentionProblem) -> N
     assert AttentionProblem.parse(problem.label) == problem
 
 
+@pytest.mark.parametrize(
+    ("text", "label", "added"),
+    [
+        (
+            "causal,left=4095",
+            "fwd bf16 d64 window 1×2×2×8×9 left=4095",
+            '"bounded_left":true',
+        ),
+        ("left=3", "fwd bf16 d64 left 1×2×2×8×9 left=3", '"window_left":3'),
+        ("right=2", "fwd bf16 d64 causal 1×2×2×8×9 right=2", '"window_right":2'),
+        ("left=0,right=0", "fwd bf16 d64 window 1×2×2×8×9", '"bounded_left":true'),
+        ("left=5,right=1", "fwd bf16 d64 window 1×2×2×8×9 left=5 right=1", '"window_right":1'),
+        ("sinks,alibi", "fwd bf16 d64 full alibi sinks 1×2×2×8×9", '"alibi":true'),
+        ("softcap,causal,left=5", "fwd bf16 d64 window softcap 1×2×2×8×9 left=5", '"softcap":true'),
+    ],
+)
+def test_features_are_named_in_labels_and_keys(text: str, label: str, added: str) -> None:
+    problem = AttentionProblem.parse(f"1x2x2x8x9x64,{text}")
+    assert problem.label == label
+    assert added in problem.key
+
+
+def test_what_is_off_leaves_nothing_in_a_key() -> None:
+    """Keys of problems without a window are those of releases that knew none."""
+    assert AttentionProblem.parse("1x2x2x8x9x64,causal") == AttentionProblem.parse("1x2x2x8x9x64,right=0")
+    assert not any(word in LLAMA.key for word in ("left", "window", "softcap", "alibi", "sinks"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fwd bf16 d64 full 1×2×2×8×9 left=3",
+        "fwd bf16 d64 causal 1×2×2×8×9 left=3",
+        "fwd bf16 d64 left 1×2×2×8×9 right=3",
+    ],
+)
+def test_a_label_whose_word_denies_its_window_is_refused(text: str) -> None:
+    with pytest.raises(InvalidProblemError, match="mask has no"):
+        AttentionProblem.parse(text)
+
+
+@pytest.mark.parametrize("entry", ['"bounded_left":false', '"window_left":0', '"window_left":true', '"window_left":-1'])
+def test_a_key_that_spells_out_what_is_off_is_refused(entry: str) -> None:
+    """One problem has one key."""
+    key = AttentionProblem.parse("1x2x2x8x9x64,left=3").key
+    spelled = key.replace('"bounded_left":true' if "bounded" in entry else '"window_left":3', entry)
+    with pytest.raises(InvalidProblemError, match="missing or unknown entries"):
+        AttentionProblem.from_key(spelled)
+
+
+def test_sinks_are_the_forwards_alone() -> None:
+    """A backward's kernels find them in lse, and are those of calls without sinks."""
+    problem = AttentionProblem.parse("1x2x2x8x9x64,sinks")
+    for kernel_pass in BACKWARD_PASSES:
+        assert problem.for_pass(kernel_pass) == AttentionProblem.parse("1x2x2x8x9x64").for_pass(kernel_pass)
+    with pytest.raises(InvalidProblemError, match=r"sinks=True is for fwd: bwd_dq finds the sinks in lse"):
+        replace(problem.family, kernel_pass=Pass.BWD_DQ)
+
+
+def test_a_window_on_a_side_that_is_open_is_refused() -> None:
+    with pytest.raises(InvalidProblemError, match=r"window_left=3 .* bounded_left is False; .* left=3"):
+        AttentionProblem(family=LLAMA.family, shape=replace(LLAMA.shape, window_left=3))
+
+
+def test_flops_of_a_window_are_those_of_its_pairs() -> None:
+    problem = AttentionProblem.parse("1x1x1x100x100x64,causal,left=9")
+    assert problem.flops == 4 * 64 * (100 * 10 - 45)
+
+
 def test_a_label_of_an_unknown_pass_is_refused() -> None:
     with pytest.raises(InvalidProblemError, match="pass='sideways' is not one of: fwd"):
         AttentionProblem.parse("sideways bf16 d128 causal 4×32×8×4096×4096")
@@ -76,10 +146,13 @@ def test_a_label_of_an_unknown_pass_is_refused() -> None:
 @given(problems())
 def test_the_short_form_names_every_problem(problem: AttentionProblem) -> None:
     family = problem.family
-    mask = "causal" if family.bounded_right else "full"
-    dims = f"{family.head_dim}x{family.head_dim_v}"
-    text = f"{problem.shape.label}x{dims}, {mask}, {family.dtype.value}, {family.access.value}, {family.kernel_pass}"
-    text += ", unordered" if family.unordered else ""
+    shape = problem.shape
+    sizes = f"{shape.batch_size}x{shape.num_q_heads}x{shape.num_kv_heads}x{shape.seqlen_q}x{shape.seqlen_k}"
+    text = f"{sizes}x{family.head_dim}x{family.head_dim_v}"
+    text += f", left={shape.window_left}" if family.bounded_left else ""
+    text += f", right={shape.window_right}" if family.bounded_right else ""
+    text += f", {family.dtype.value}, {family.access.value}, {family.kernel_pass}"
+    text += "".join(f", {word}" for word in ("softcap", "alibi", "sinks", "unordered") if getattr(family, word))
     assert AttentionProblem.parse(text) == problem
 
 
@@ -150,8 +223,11 @@ def test_a_problem_of_plain_values_is_refused() -> None:
 @given(problems(max_seqlen=24))
 def test_visible_pairs_are_those_of_the_mask(problem: AttentionProblem) -> None:
     seqlen_q, seqlen_k = problem.shape.seqlen_q, problem.shape.seqlen_k
-    diagonal = seqlen_k - seqlen_q if problem.family.bounded_right else seqlen_k
-    assert problem.visible_pairs == sum(j <= i + diagonal for i in range(seqlen_q) for j in range(seqlen_k))
+    offset, family = seqlen_k - seqlen_q, problem.family
+    last = offset + problem.shape.window_right if family.bounded_right else seqlen_k
+    first = offset - problem.shape.window_left if family.bounded_left else -seqlen_q
+    pairs = sum(i + first <= j <= i + last for i in range(seqlen_q) for j in range(seqlen_k))
+    assert problem.visible_pairs == pairs
 
 
 def test_the_split_backward_computes_seven_products_where_the_forward_has_two() -> None:
@@ -286,7 +362,12 @@ def test_group_size_counts_query_heads_per_kv_head() -> None:
         ("1x2x2x1x80x64,causal,bwd_dq", "1x2x2x1x80x64,bwd_dq"),
         ("1x2x2x2x80x64,causal", "1x2x2x2x80x64,causal"),
         ("1x2x2x1x80x64", "1x2x2x1x80x64"),
+        ("1x2x2x1x80x64,causal,left=16", "1x2x2x1x80x64,left=16"),
+        ("1x2x2x9x80x64,causal,left=79", "1x2x2x9x80x64,causal"),
+        ("1x2x2x9x80x64,causal,left=78", "1x2x2x9x80x64,causal,left=78"),
+        ("1x2x2x9x80x64,left=3,right=8", "1x2x2x9x80x64,left=3"),
+        ("1x2x2x9x80x64,left=3,right=7", "1x2x2x9x80x64,left=3,right=7"),
     ],
 )
-def test_a_single_causal_row_is_called_without_a_bound(text: str, called: str) -> None:
+def test_a_bound_that_hides_nothing_is_not_called_for(text: str, called: str) -> None:
     assert AttentionProblem.parse(text).as_called() == AttentionProblem.parse(called)

@@ -41,6 +41,7 @@ def make_family(
     *,
     causal: bool = False,
     access: Access | None = None,
+    **features: bool,
 ) -> AttentionFamily:
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     return AttentionFamily(
@@ -49,6 +50,7 @@ def make_family(
         head_dim_v=head_dim_v,
         bounded_right=causal,
         access=access or strongest_access(dtype, head_dim, head_dim_v),
+        **features,
     )
 
 
@@ -168,6 +170,32 @@ GOLDEN_CASES = {
     ),
     "bwd_postprocess_portable/fp16_d40_full_any": make_backward(
         Pass.BWD_POSTPROCESS, Variant.PORTABLE, make_family(DType.FLOAT16, 40, access=Access.ANY)
+    ),
+    "fwd_portable/bf16_d64_left": make_candidate(Variant.PORTABLE, make_family(bounded_left=True)),
+    "fwd_tma/bf16_d128_window": make_candidate(Variant.TMA, make_family(head_dim=128, causal=True, bounded_left=True)),
+    "bwd_dkdv_portable/bf16_d64_window": make_backward(
+        Pass.BWD_DKDV, Variant.PORTABLE, make_family(causal=True, bounded_left=True)
+    ),
+    "bwd_dkdv_tma/bf16_d256_left_split": make_backward(
+        Pass.BWD_DKDV, Variant.TMA, make_family(head_dim=256, bounded_left=True), SPLIT_OUTPUTS=True
+    ),
+    "bwd_dq_tma/bf16_d64_window": make_backward(Pass.BWD_DQ, Variant.TMA, make_family(causal=True, bounded_left=True)),
+    "fwd_portable/bf16_d64_causal_softcap": make_candidate(Variant.PORTABLE, make_family(causal=True, softcap=True)),
+    "bwd_dkdv_portable/bf16_d64_full_softcap": make_backward(
+        Pass.BWD_DKDV, Variant.PORTABLE, make_family(softcap=True)
+    ),
+    "bwd_dq_tma/bf16_d64_window_softcap": make_backward(
+        Pass.BWD_DQ, Variant.TMA, make_family(causal=True, bounded_left=True, softcap=True)
+    ),
+    "fwd_portable/bf16_d64_causal_alibi_sinks": make_candidate(
+        Variant.PORTABLE, make_family(causal=True, alibi=True, sinks=True), ROW_SUM_LANES=8
+    ),
+    "fwd_tma/bf16_d64_full_sinks": make_candidate(Variant.TMA, make_family(sinks=True)),
+    "bwd_dkdv_tma/bf16_d64_causal_alibi": make_backward(
+        Pass.BWD_DKDV, Variant.TMA, make_family(causal=True, alibi=True)
+    ),
+    "bwd_dq_portable/bf16_d64_window_alibi_softcap": make_backward(
+        Pass.BWD_DQ, Variant.PORTABLE, make_family(causal=True, bounded_left=True, alibi=True, softcap=True)
     ),
     "bwd_dq_tma/bf16_d64_full_exact": make_backward(Pass.BWD_DQ, Variant.TMA, make_family(), EXACT_LENGTHS=True),
 }
@@ -345,6 +373,28 @@ ABSENT = {
         make_candidate(Variant.PORTABLE, EXACT_LENGTHS=True),
         r"mask=|tl\.where\(\w+\[",
     ),
+    "no left bound in a causal portable kernel": (
+        make_candidate(Variant.PORTABLE, make_family(causal=True)),
+        r"left_|first_key|unseen",
+    ),
+    "no left bound in a causal tma kernel": (
+        make_candidate(Variant.TMA, make_family(causal=True)),
+        r"left_|first_key|unseen",
+    ),
+    "no right bound in a kernel bounded to the left": (
+        make_candidate(Variant.TMA, make_family(bounded_left=True)),
+        r"\bdiagonal|last_key",
+    ),
+    "no bias and no sink in a plain portable kernel": (
+        make_candidate(Variant.PORTABLE),
+        r"slope|own_key|key_offset|sink|BASE_2",
+    ),
+    "no bias and no sink in a plain tma kernel": (
+        make_candidate(Variant.TMA),
+        r"slope|own_key|key_offset|sink|BASE_2",
+    ),
+    "no cap in a plain portable kernel": (make_candidate(Variant.PORTABLE), r"tanh|cap"),
+    "no cap in a plain tma kernel": (make_candidate(Variant.TMA), r"tanh|cap"),
     "one loop in an exact full kernel": (make_candidate(Variant.TMA, EXACT_LENGTHS=True), r"if full_end"),
     "no diagonal in a full portable kernel": (make_candidate(Variant.PORTABLE), r"diagonal|key_end|last_key"),
     "no diagonal in a full tma kernel": (make_candidate(Variant.TMA), r"diagonal|key_end|last_key"),
@@ -370,6 +420,18 @@ def test_a_feature_that_is_off_leaves_no_trace(what: str) -> None:
 PRESENT = {
     "masks in a ragged kernel": (make_candidate(Variant.PORTABLE), r"mask="),
     "the diagonal in a causal kernel": (make_candidate(Variant.TMA, make_family(causal=True)), r"diagonal"),
+    "both diagonals in a window": (
+        make_candidate(Variant.TMA, make_family(causal=True, bounded_left=True)),
+        r"\bdiagonal.*left_diagonal",
+    ),
+    "the cap in a kernel of capped scores": (
+        make_candidate(Variant.TMA, make_family(softcap=True)),
+        r"tanh\(qk \* cap",
+    ),
+    "the bias and the sink": (
+        make_candidate(Variant.TMA, make_family(alibi=True, sinks=True)),
+        r"alibi_slopes_ptr.*sinks_ptr.*slope \* tl\.abs.*exp2\(sink - ",
+    ),
     "the last stride in the general form": (
         make_candidate(Variant.PORTABLE, make_family(head_dim=59)),
         r"stride_qd.*stride_kd.*stride_vd.*stride_od",
@@ -494,7 +556,21 @@ def test_only_numbers_enums_and_our_own_words_reach_a_template(candidate: Candid
     assert strange == []
 
 
-@pytest.mark.parametrize("name", ["head_dim", "head_dim_v", "dtype", "access", "bounded_right", "kernel_pass"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "head_dim",
+        "head_dim_v",
+        "dtype",
+        "access",
+        "bounded_right",
+        "bounded_left",
+        "softcap",
+        "alibi",
+        "sinks",
+        "kernel_pass",
+    ],
+)
 def test_a_family_takes_no_text(name: str) -> None:
     with pytest.raises(InvalidProblemError, match=name):
         replace(make_family(), **{name: "64)\nimport os\n("})

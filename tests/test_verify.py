@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from fa_autotune.features import Features
 from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, AttentionShape, DType
 from fa_autotune.records import AccuracyReport
 from fa_autotune.reference import attention_reference, attention_same_precision, seeded_inputs
@@ -185,6 +188,32 @@ def test_catches_a_mask_off_by_one(by: int) -> None:
         right_kernel(q, k, v, out, lse, scale, diagonal + by)
 
     assert "error" in reasons(kernel)
+
+
+@pytest.mark.parametrize("by", [1, -1])
+@pytest.mark.parametrize("causal", [False, True])
+def test_catches_a_window_off_by_one(causal: bool, by: int) -> None:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *numbers: Any) -> None:
+        scale, diagonal, left_diagonal = numbers
+        features = Features(left_diagonal=left_diagonal + by)
+        exact, exact_lse = attention_reference(q, k, v, softmax_scale=scale, diagonal=diagonal, features=features)
+        out.copy_(exact)
+        lse.copy_(exact_lse)
+
+    assert "error" in reasons(kernel, replace(make_family(causal=causal), bounded_left=True))
+
+
+def test_passes_a_right_kernel_in_windows() -> None:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *numbers: Any) -> None:
+        scale, diagonal, left_diagonal = numbers
+        features = Features(left_diagonal=left_diagonal)
+        exact, exact_lse = attention_reference(
+            q, k.nan_to_num(), v.nan_to_num(), softmax_scale=scale, diagonal=diagonal, features=features
+        )
+        out.copy_(exact)
+        lse.copy_(exact_lse)
+
+    assert reasons(kernel, replace(make_family(), bounded_left=True)) == ""
 
 
 def test_catches_a_causal_kernel_that_ignores_its_diagonal() -> None:

@@ -31,7 +31,7 @@ from fa_autotune.database.rows import (
 )
 from fa_autotune.device import DeviceSpec, Toolchain
 from fa_autotune.errors import DatabaseError, InvalidPackError
-from fa_autotune.problem import FAMILY_OPTIONS, AttentionProblem, canonical_json
+from fa_autotune.problem import FAMILY_OPTIONS, SHAPE_OPTIONS, AttentionProblem, canonical_json
 from fa_autotune.records import Candidate, TrialRecord, TrialStatus
 
 Values = dict[str, str | int | float | None]
@@ -52,7 +52,8 @@ def toolchain_values(toolchain: Toolchain) -> Values:
 def problem_values(problem: AttentionProblem) -> Values:
     """The columns of `problems`: the key, and its fields for people and queries; an option is in the key alone."""
     family = {name: value for name, value in problem.family.as_json().items() if name not in FAMILY_OPTIONS}
-    return {"key": problem.key, "kernel_pass": family.pop("pass"), **family, **problem.shape.as_json()}
+    shape = {name: value for name, value in problem.shape.as_json().items() if name not in SHAPE_OPTIONS}
+    return {"key": problem.key, "kernel_pass": family.pop("pass"), **family, **shape}
 
 
 def kernel_of(record: TrialRecord, arch: str) -> KernelRow:

@@ -1,0 +1,71 @@
+"""What a call of attention does beside softmax(q·kᵀ·scale)·v up to one diagonal, as its kernels take it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from fa_autotune.problem import AttentionFamily
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Features:
+    """The values of a call's features, all off by default; a family says which of them its kernel takes.
+
+    left_diagonal: query row i sees keys j >= i + left_diagonal only; None where nothing bounds the keys to the left.
+    softcap: scores become softcap · tanh(score / softcap); 0 leaves them as they are.
+    alibi_slopes: fp32 (batch, num_q_heads); score (i, j) gets −slope · |i + key_offset − j| after the cap.
+    sinks: fp32 (batch, num_q_heads), one more score for each row, whose value is 0.
+    key_offset: seqlen_k − seqlen_q of the whole call, where tensors may be parts of it.
+    """
+
+    left_diagonal: int | None = None
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    key_offset: int = 0
+
+    def tensors(self, family: AttentionFamily) -> tuple[Tensor, ...]:
+        """What a family's kernel takes after its outputs."""
+        return tuple(getattr(self, name) for name in family.feature_tensors)
+
+    def numbers(self, family: AttentionFamily) -> tuple[float | int | None, ...]:
+        """What a family's kernel takes after the diagonal."""
+        return tuple(getattr(self, name) for name in family.feature_numbers)
+
+    def of_heads(self, batch: slice, heads: slice) -> Self:
+        """Those of a part of the batch and of the query heads."""
+        slopes, sinks = (t if t is None else t[batch, heads] for t in (self.alibi_slopes, self.sinks))
+        return replace(self, alibi_slopes=slopes, sinks=sinks)
+
+
+NO_FEATURES = Features()
+
+
+def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """Gradient of sinks (batch, num_q_heads), from lse and delta = rowsum(d_out ∘ out) − d_lse, both (…, seqlen_q)."""
+    weights = torch.exp(sinks[..., None] - lse)
+    return -torch.where(lse == float("-inf"), 0.0, weights * delta).sum(-1)
+
+
+def seen_keys(seqlen_q: int, seqlen_k: int, diagonal: int | None, left_diagonal: int | None) -> tuple[int, int]:
+    """(first, end) of the keys that some query row sees; first == end where none does."""
+    end = seqlen_k if diagonal is None else max(0, min(seqlen_k, seqlen_q + diagonal))
+    return (0 if left_diagonal is None else max(0, min(left_diagonal, end))), end
+
+
+def window_diagonals(
+    window: Sequence[int], seqlen_q: int, seqlen_k: int, *, top_left: bool = False
+) -> tuple[int | None, int | None]:
+    """(left diagonal, right diagonal) of window sides, inclusive and -1 for open; None where a side hides no key.
+
+    A row's own key is that of bottom-right alignment: the last row's is the last key; or, top-left, the first row's is
+    the first key.
+    """
+    left, right = window
+    offset = 0 if top_left else seqlen_k - seqlen_q
+    left_diagonal = None if left < 0 or offset - left <= 1 - seqlen_q else offset - left
+    diagonal = None if right < 0 or offset + right >= seqlen_k - 1 else offset + right
+    return left_diagonal, diagonal
