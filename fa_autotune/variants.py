@@ -186,7 +186,9 @@ def default_config(spec: VariantSpec, family: AttentionFamily, arch: str) -> Ker
         return _tiled(spec, family, (owned, 16, 4, 1), 32)
     if spec.kernel_pass is not Pass.FWD:
         return _tiled(spec, family, _backward_default(spec, family, arch, columns), 256)
-    widest = 32 if family.access is Access.ANY else 64  # a pointer for each element leaves fewer registers
+    widest = 64
+    if family.access is Access.ANY:  # a pointer for each element leaves fewer registers, and a bias takes some
+        widest = 16 if family.alibi else 32
     piece = 64 if multiplies_by_warp(arch) else 256
     for num_stages, block_n in product((2, 1), (64, 32, 16)):
         config = _tiled(spec, family, (64, block_n, 4, num_stages), piece)

@@ -86,7 +86,7 @@ def test_tensors_with_any_strides(kernel_pass: Pass, features: str) -> None:
 @every_feature
 @pytest.mark.parametrize("kernel_pass", TILED)
 def test_fp32_is_computed_in_ieee_precision(kernel_pass: Pass, features: str) -> None:
-    assert failures(make_family(kernel_pass, features, DType.FLOAT32), HEAD_DIM_PIECE=32) == ()
+    assert failures(make_family(kernel_pass, features, DType.FLOAT32, 64), HEAD_DIM_PIECE=32) == ()
 
 
 # --- which blocks are visited, and which are masked -------------------------------------------------------------------
