@@ -1,4 +1,4 @@
-"""Runs a generated fused backward on a CPU: its own functions on torch tensors, with stand-ins for what they call.
+"""Runs a generated Gluon kernel on a CPU: its own functions on torch tensors, with stand-ins for what they call.
 
 Gluon has no interpreter. This one knows what those kernels use: partitions of warps that run side by side, mbarriers,
 descriptors, asynchronous products and copies. Partitions take turns at random and loads arrive at random, by a seed;
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 NAN = float("nan")
+WRONG_NUMBER = -(2**30)  # what integers in memory hold before something is stored
 PATIENCE_S = 60.0  # for a partition that neither ends nor waits
 ARRIVAL_RATE = 0.4  # how often a load that is on its way arrives before a partition goes on
 THREADS_PER_WARPGROUP = 128
@@ -222,13 +223,33 @@ class Copy:
 
 
 class Pointer:
-    """The address of a value in global memory."""
+    """The address of a value in global memory, or of several."""
 
-    def __init__(self, values: Tensor, place: int = 0) -> None:
+    def __init__(self, values: Tensor, place: int | Tensor = 0) -> None:
         self.values, self.place = values, place
 
-    def __add__(self, offset: int) -> "Pointer":
+    def __add__(self, offset: int | Tensor) -> "Pointer":
         return Pointer(self.values, self.place + offset)
+
+    def store(self, value: Any, mask: Tensor | None = None) -> None:
+        if mask is None:
+            self.values[self.place] = value
+        else:
+            assert isinstance(self.place, Tensor)
+            self.values[self.place[mask]] = value[mask]
+
+    def add(self, number: int) -> int:
+        """What was there before."""
+        found = int(self.values[self.place])
+        self.values[self.place] += number
+        return found
+
+
+class Number(int):
+    """A scalar of a kernel."""
+
+    def to(self, _dtype: object) -> "Number":
+        return self
 
 
 def _window(desc: Any, start: Sequence[int]) -> tuple[Tensor, tuple[slice, ...]]:
@@ -247,23 +268,35 @@ class Emulator:
 
     def __init__(self, module: ModuleType, *, seed: int = 0, num_sms: int = 3) -> None:
         self.module, self.seed, self.num_sms = module, seed, num_sms
+        self.is_forward = module.KERNEL.fn.__name__ == "attention_fwd"
 
     def __call__(self, q: Tensor, k: Tensor, *others: Any) -> None:
-        (programs, _, _) = self.module.grid(k.shape[0], k.shape[1], k.shape[2])
-        arguments = [
-            Pointer(one.view(-1)) if isinstance(one, Tensor) else one for one in self.module.arguments(q, k, *others)
-        ]
+        scratch = torch.zeros(getattr(self.module, "SCRATCH_INTS", 0), dtype=torch.int32)
+        given = (q, k, *others, scratch) if scratch.numel() else (q, k, *others)
+        arguments = [Pointer(one.view(-1)) if isinstance(one, Tensor) else one for one in self.module.arguments(*given)]
+        programs = self._programs(q, k, is_counted=bool(scratch.numel()))
         machine = Machine(self.seed, self.num_sms)
         names = _names(self.module, machine)
+        names["gl"].num_programs = lambda _axis: programs
+        kernel = names[self.module.KERNEL.fn.__name__]
         self.seed += 1
 
         def start(program: int) -> list[Agent]:
+            if self.is_forward and "producer" not in names:
+                return [Agent(program, "the program", partial(kernel, *arguments))]
             partitions: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
             names["gl"].warp_specialize = lambda parts, _warps, _registers: partitions.extend(parts)
-            names[self.module.KERNEL.fn.__name__](*arguments)
+            kernel(*arguments)
             return [Agent(program, work.__name__, partial(work, *given)) for work, given in partitions]
 
         machine.run(start, programs)
+        if scratch.any():
+            raise EmulatorError("the tile counter was left at another value than 0")
+
+    def _programs(self, q: Tensor, k: Tensor, *, is_counted: bool) -> int:
+        owner = q if self.is_forward else k
+        sizes = owner.shape[:3]
+        return int(self.module.grid(*sizes, self.num_sms)[0] if is_counted else self.module.grid(*sizes)[0])
 
 
 def _names(module: ModuleType, machine: Machine) -> dict[str, Any]:
@@ -287,8 +320,35 @@ def _names(module: ModuleType, machine: Machine) -> dict[str, Any]:
     for name, value in vars(module).items():
         if hasattr(value, "fn") and hasattr(value.fn, "__code__"):
             names[name] = FunctionType(value.fn.__code__, names)
-    names.update(_assembly(machine, names.get("MEETING_THREADS", 0)))
+    if "FIRST_TURN" in names:
+        names.update(_ping_pong(machine, names["CONSUMERS"]))
+    else:
+        names.update(_assembly(machine, names.get("MEETING_THREADS", 0)))
+    if "keep" in names:
+        tile_at, dtype = names["tile_at"], names["DTYPE"]
+        names.update(
+            keep=lambda p: p.to(dtype),
+            operand=lambda p, _layout: p,
+            tile_at=lambda *numbers: tuple(map(Number, tile_at(*numbers))),
+        )
     return names
+
+
+def _ping_pong(machine: Machine, consumers: int) -> dict[str, Callable[..., Any]]:
+    """A forward's turns: named barriers of the warpgroup that gives one and the one that takes it."""
+    given: dict[tuple[int, int], int] = defaultdict(int)
+
+    def take_turn(warpgroup: int) -> None:
+        place = _running.agent.program, warpgroup
+        machine.wait(lambda: given[place] > 0, "its turn")
+        given[place] -= 1
+
+    def pass_turn(warpgroup: int) -> None:
+        place = _running.agent.program, (warpgroup + 1) % consumers
+        assert given[place] == 0, "a turn is given that was not taken before"
+        given[place] += 1
+
+    return {"take_turn": take_turn, "pass_turn": pass_turn}
 
 
 def _assembly(machine: Machine, meeting_threads: int) -> dict[str, Callable[..., Any]]:
@@ -323,19 +383,34 @@ def _language() -> SimpleNamespace:
             return torch.where(condition, one, other)
         return one if condition else other
 
-    def allocate(dtype: Any, shape: Sequence[int], _layout: object) -> Memory | Barriers:
+    def elementwise(of_tensors: Callable[..., Tensor], of_numbers: Callable[..., Any]) -> Callable[..., Any]:
+        def apply(one: Any, other: Any) -> Any:
+            if isinstance(one, Tensor) or isinstance(other, Tensor):
+                return of_tensors(torch.as_tensor(one), torch.as_tensor(other))
+            return of_numbers(one, other)
+
+        return apply
+
+    def allocate(dtype: torch.dtype, shape: Sequence[int], _layout: object) -> Memory | Barriers:
         if dtype is torch.int64:
             return Barriers(shape[0])
-        return Memory(torch.full(tuple(shape), NAN, dtype=dtype))
+        return Memory(torch.full(tuple(shape), NAN if dtype.is_floating_point else WRONG_NUMBER, dtype=dtype))
 
     return SimpleNamespace(
         float32=torch.float32,
+        int32=torch.int32,
         int64=torch.int64,
-        minimum=min,
-        maximum=max,
+        minimum=elementwise(torch.minimum, min),
+        maximum=elementwise(torch.maximum, max),
         where=where,
         exp2=torch.exp2,
+        log2=torch.log2,
+        sum=lambda values, axis: values.sum(axis),
+        max=lambda values, axis: values.amax(axis) if values.dim() > 1 else int(values.amax(axis)),
+        store=lambda pointer, value, mask=None: pointer.store(value, mask),
+        atomic_add=lambda pointer, number, sem: pointer.add(number),
         static_range=range,
+        full=lambda shape, value, dtype, _layout: torch.full(tuple(shape), value, dtype=dtype),
         zeros=lambda shape, dtype, _layout: torch.zeros(tuple(shape), dtype=dtype),
         arange=lambda low, high, layout: torch.arange(low, high),
         reshape=lambda values, shape: values.reshape(tuple(shape)),
@@ -343,6 +418,8 @@ def _language() -> SimpleNamespace:
         convert_layout=lambda values, _layout, assert_trivial=False: values,
         SliceLayout=lambda _dim, _parent: None,
         DotOperandLayout=lambda _operand, _parent, _width: None,
+        BlockedLayout=lambda *_shape: None,
+        SwizzledSharedLayout=lambda *_shape: None,
         program_id=lambda _axis: _running.agent.program,
         allocate_shared_memory=allocate,
     )
