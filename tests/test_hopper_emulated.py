@@ -99,7 +99,7 @@ SEVERAL_STEPS, ONE_STEP = "1x5x5x300x300x64,causal", "1x24x24x100x60x64,causal" 
 
 # Waits that others imply. A program with one tile has staged nothing before. In persistent programs the rows of O are
 # free with the query rows, and a consumer reads which tile is next after the last values, which the producer loads
-# after it has said so; before it says two more, the ring stops it. A turn that nobody waits for is left over at the end.
+# after it has said so; before it says two more, the ring stops it. A turn that nobody takes is left over at the end.
 STAGED = "tma.store_wait(0)  # what was staged here before has been read"
 LAST = "tma.store_wait(0)  # shared memory lives until the last copy has read it"
 NEXT = {"mbarrier.wait(announced.index(slot), phase)", "mbarrier.wait(taken.index(slot), phase ^ 1)"}
