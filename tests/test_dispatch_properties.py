@@ -6,8 +6,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fa_autotune.decision import shape_distance
 from fa_autotune.device import INTERPRETER, DeviceSpec
-from fa_autotune.dispatch import shape_distance
 from fa_autotune.errors import NoKernelError
 from fa_autotune.problem import Access, AttentionProblem
 from fa_autotune.snapshot import WinnerRow

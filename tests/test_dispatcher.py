@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from fa_autotune.decision import Decision
 from fa_autotune.device import INTERPRETER
-from fa_autotune.dispatch import MAX_REMEMBERED, Decision, Dispatcher
+from fa_autotune.dispatch import MAX_REMEMBERED, Dispatcher
 from fa_autotune.errors import NoKernelError
 from fa_autotune.misses import MAX_PROBLEMS, MissLog
 from fa_autotune.problem import AttentionProblem

@@ -18,7 +18,8 @@ from fa_autotune.bound_launch import bind
 from fa_autotune.config import Schedule
 from fa_autotune.constraints import Rejected
 from fa_autotune.database import SessionKind, TuningDatabase
-from fa_autotune.dispatch import Dispatcher, Origin
+from fa_autotune.decision import Origin
+from fa_autotune.dispatch import Dispatcher
 from fa_autotune.launch import LoadedKernel, live_device, live_toolchain, load_kernel
 from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, AttentionShape, DType, Pass
 from fa_autotune.records import Candidate, Variant

@@ -12,8 +12,8 @@ from replay import ReplayEvaluator, attention_landscape, failure, success
 from fa_autotune.cli import main
 from fa_autotune.cli.tune import _Progress
 from fa_autotune.database import Miss, TuningDatabase
+from fa_autotune.decision import rendered_digest
 from fa_autotune.device import INTERPRETER, KNOWN_DEVICES, Toolchain
-from fa_autotune.dispatch import rendered_digest
 from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
 from fa_autotune.jobs import TuneJob, find_device, parse_duration_s, tune_job
 from fa_autotune.models import default_problems, tiny_problems

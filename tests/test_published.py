@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from fa_autotune.decision import Origin
 from fa_autotune.device import known_device
-from fa_autotune.dispatch import Dispatcher, Origin
+from fa_autotune.dispatch import Dispatcher
 from fa_autotune.paths import pack_paths
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.snapshot import load_snapshot

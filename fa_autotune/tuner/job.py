@@ -12,8 +12,8 @@ from datetime import datetime
 from fa_autotune.config import KernelConfig
 from fa_autotune.database import SessionKind, SessionState, StoredTrial, TuningDatabase
 from fa_autotune.database.entries import JSON
+from fa_autotune.decision import parse_triton_version, rendered_digest, shape_distance
 from fa_autotune.device import DeviceSpec, Toolchain
-from fa_autotune.dispatch import parse_triton_version, rendered_digest, shape_distance
 from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
 from fa_autotune.problem import AttentionFamily, AttentionProblem
 from fa_autotune.records import Candidate, Evaluator, TrialRecord, TrialStatus, Variant
