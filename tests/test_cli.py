@@ -262,6 +262,13 @@ def test_render_prints_the_kernel_of_the_config_it_is_given() -> None:
     assert done.stdout == render(candidate).text
 
 
+@pytest.mark.parametrize(("head_dim", "template"), [(128, "bwd_fused_hopper_ws"), (256, "bwd_fused_hopper_wide")])
+def test_render_takes_the_variant_that_serves_where_none_is_portable(head_dim: int, template: str) -> None:
+    done = run("render", "--problem", f"4x8x8x4096x4096x{head_dim},causal,bwd_fused")
+    assert done.exit_code == 0
+    assert f"templates/{template}.py.jinja" in done.stdout.splitlines()[0]
+
+
 def test_render_writes_a_file(tmp_path: Path) -> None:
     path = tmp_path / "kernel.py"
     done = run("render", "--problem", SHORT, "--variant", "tma", "--output", str(path))

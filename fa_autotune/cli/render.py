@@ -13,7 +13,7 @@ from fa_autotune.device import DeviceSpec, known_device
 from fa_autotune.errors import FaAutotuneError, InvalidConfigError
 from fa_autotune.problem import AttentionFamily, AttentionProblem
 from fa_autotune.records import Candidate, Variant
-from fa_autotune.variants import VariantSpec, default_config, variant_spec
+from fa_autotune.variants import GLUON_TRITONS, VARIANTS, VariantSpec, default_config, variant_spec
 
 DEFAULT_DEVICE = "h200"
 
@@ -23,9 +23,7 @@ DEFAULT_DEVICE = "h200"
 @click.option(
     "--variant",
     type=click.Choice([variant.value for variant in Variant]),
-    default=Variant.PORTABLE.value,
-    show_default=True,
-    help="The template to render.",
+    help="The template to render.  [default: portable, or the one that serves where a pass has none]",
 )
 @click.option(
     "--device",
@@ -39,7 +37,14 @@ DEFAULT_DEVICE = "h200"
 @click.option("--winners", is_flag=True, help="Write the kernels of all packs' winners to kernels_generated/.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: the kernel and its config, or the files written.")
 def render_command(
-    *, problem: str | None, variant: str, device: str, config: str, output: Path | None, winners: bool, as_json: bool
+    *,
+    problem: str | None,
+    variant: str | None,
+    device: str,
+    config: str,
+    output: Path | None,
+    winners: bool,
+    as_json: bool,
 ) -> None:
     """Print one generated kernel, or write the shipped winners'.
 
@@ -52,7 +57,8 @@ def render_command(
         written = [str(path) for path in write_winners()]
         click.echo(json.dumps(written, indent=2) if as_json else "\n".join(written))
         return
-    text = render_one(problem, Variant(variant), known_device(device), config, as_json=as_json)
+    chosen = None if variant is None else Variant(variant)
+    text = render_one(problem, chosen, known_device(device), config, as_json=as_json)
     if output is None:
         click.echo(text, nl=False)
     else:
@@ -60,15 +66,25 @@ def render_command(
         click.echo(f"wrote {output}", err=True)
 
 
-def render_one(problem: str, variant: Variant, device: DeviceSpec, config: str, *, as_json: bool) -> str:
-    """The text of one kernel, or JSON that holds it."""
+def render_one(problem: str, variant: Variant | None, device: DeviceSpec, config: str, *, as_json: bool) -> str:
+    """The text of one kernel, or JSON that holds it; `variant` None takes the default of the problem's pass."""
     from fa_autotune.render import render
 
     family = AttentionProblem.parse(problem).family
+    variant = variant or default_variant(family)
     spec = variant_spec(family.kernel_pass, variant)
     chosen = read_config(config, spec=spec, family=family, arch=device.arch)
     source = render(Candidate(family=family, variant=variant, config=chosen))
     return json.dumps({**asdict(source), "config": asdict(chosen)}, indent=2) + "\n" if as_json else source.text
+
+
+def default_variant(family: AttentionFamily) -> Variant:
+    """The portable one, or the one that serves a family of the passes that have none."""
+    found = [spec for spec in VARIANTS if spec.kernel_pass is family.kernel_pass]
+    if any(spec.variant is Variant.PORTABLE for spec in found):
+        return Variant.PORTABLE
+    served = [spec.variant for spec in found if spec.supports(family, "sm_90", GLUON_TRITONS[0]) is None]
+    return served[0] if served else found[0].variant
 
 
 def render_call(problem: str, candidate: Candidate) -> str:
