@@ -243,8 +243,9 @@ def _ours(
     scale = q.shape[3] ** -0.5
     diagonal = bottom_right_diagonal(problem)
     note = f"{decision.candidate.variant} {config_label(decision.candidate.config)} ({decision.origin})"
-    numbers = seeded_features(problem, device=q.device).numbers(problem.family)
-    return partial(kernel, q, k, v, out, lse, scale, diagonal, *numbers), note
+    features, family = seeded_features(problem, device=q.device), problem.family
+    tensors = (q, k, v, out, lse, *features.tensors(family))
+    return partial(kernel, *tensors, scale, diagonal, *features.numbers(family)), note
 
 
 def _our_backward(

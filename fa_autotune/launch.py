@@ -121,16 +121,17 @@ class LoadedKernel:
     def __call__(self, *values: Any) -> None:
         """Run the kernel on what its module's `arguments` takes, which is for each pass
 
-        fwd: q, k, v, out, lse, softmax_scale, diagonal, and out and lse are written;
+        fwd: q, k, v, out, lse, *tensors, softmax_scale, diagonal, *numbers, and out and lse are written;
         bwd_delta: out, do, delta, and delta is written;
-        bwd_dkdv: q, k, v, do, lse, delta, dk, dv, softmax_scale, diagonal, and dk and dv are written;
-        bwd_dq: q, k, v, do, lse, delta, dq, softmax_scale, diagonal, and dq is written;
+        bwd_dkdv: q, k, v, do, lse, delta, dk, dv, *tensors, softmax_scale, diagonal, *numbers, and dk, dv are written;
+        bwd_dq: q, k, v, do, lse, delta, dq, *tensors, softmax_scale, diagonal, *numbers, and dq is written;
         bwd_preprocess: out, do, lse, statistics, turns, and the last two are written;
         bwd_fused: q, k, v, do, statistics, turns, dk, dv, dq_acc, softmax_scale, diagonal, and dk, dv and dq_acc are
         written (an unordered kernel adds to dq_acc), and turns is 0 again;
         bwd_postprocess: dq_acc, dq, softmax_scale, diagonal, and dq is written.
 
-        Tensors are (batch, heads, seqlen, head_dim), none of them empty; lse and delta are contiguous fp32 (batch,
+        *tensors and *numbers: a family's `feature_tensors`, fp32 (batch, num_q_heads), and `feature_numbers`. Others
+        are (batch, heads, seqlen, head_dim), none of them empty; lse and delta are contiguous fp32 (batch,
         num_q_heads, seqlen_q), lse in natural log; what the fused backward's kernels hand on has the sizes of
         `fused_workspace`. The kernel runs on the tensors' device and its current stream.
         """

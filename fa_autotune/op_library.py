@@ -24,6 +24,7 @@ _CALL = "float? softmax_scale, int mask, int layout, int backend, int window_lef
 _CALL += "float softcap=0.0"
 _EXTRAS = "Tensor? alibi_slopes=None, Tensor? sinks=None"
 _NUM_CALL = _CALL.count(",") + 1
+_NUM_INPUTS = 3 + _NUM_CALL + 2  # q, k, v, the call, slopes and sinks
 LIBRARY.define(
     f"forward(Tensor q, Tensor k, Tensor v, {_CALL}, {_EXTRAS}) -> (Tensor out, Tensor lse)",
     tags=torch.Tag.pt2_compliant_tag,
@@ -140,7 +141,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
     if d_out is None and d_lse is None:
-        return (None,) * (3 + _NUM_CALL)
+        return (None,) * _NUM_INPUTS
     needed = needed_of(ctx.needs_input_grad, 3 + _NUM_CALL)
     dq, dk, dv, d_sinks = gradients_op(ctx.saved_tensors, d_out, d_lse, ctx.call, needed)
     return dq, dk, dv, *(None,) * _NUM_CALL, None, d_sinks
@@ -221,7 +222,7 @@ class TransformableAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> Any:
         if d_out is None and d_lse is None:
-            return (None,) * (3 + _NUM_CALL)
+            return (None,) * _NUM_INPUTS
         needed = needed_of(ctx.needs_input_grad, 3 + _NUM_CALL)
         apply: Any = _TransformableGradients.apply
         saved = ctx.saved_tensors

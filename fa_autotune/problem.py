@@ -6,7 +6,7 @@ schema version. Optional features are written into a key only when they are on, 
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
@@ -229,6 +229,21 @@ class AttentionShape:
         return " ".join([numbers, *(f"{side}={size}" for side, size in sides.items() if size)])
 
 
+_SIDE = re.compile(r"(left|right)=([0-9]{1,10})")
+
+
+def _window_sides(words: Sequence[str], text: str) -> dict[str, int]:
+    """How many keys a row sees to its left and right, where a word of a problem bounds them."""
+    named = {("right", 0) for word in words if word == "causal"}
+    named |= {(side[1], int(side[2])) for word in words if (side := _SIDE.fullmatch(word))}
+    sides = dict(named)
+    if len(named) > len(sides) or (sides and "full" in words):
+        raise InvalidProblemError(
+            f"{text!r} says in two ways which keys a row sees: causal is right=0, full bounds no side; leave one out"
+        )
+    return sides
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionProblem:
     """One attention call to be tuned or dispatched: a family and a shape."""
@@ -288,15 +303,11 @@ class AttentionProblem:
         batch, q_heads, kv_heads, seqlen_q, seqlen_k, head_dim, *rest = map(int, numbers.split("x"))
         dtype, access, kernel_pass = DType.BFLOAT16, None, Pass.FWD
         unordered, features = False, dict[str, Any]()
-        sides: dict[str, int] = {}
+        sides = _window_sides(flags, text)
         for flag in flags:
-            if flag == "causal":
-                sides["right"] = 0
-            elif flag == "full":
-                sides.clear()
-            elif side := re.fullmatch(r"(left|right)=([0-9]{1,10})", flag):
-                sides[side[1]] = int(side[2])
-            elif flag == "unordered":
+            if flag in ("causal", "full") or _SIDE.fullmatch(flag):
+                continue
+            if flag == "unordered":
                 unordered = True
             elif flag in _FLAGS:
                 features[flag] = True

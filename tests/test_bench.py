@@ -18,10 +18,13 @@ from fa_autotune.cli import main
 from fa_autotune.cli.bench import DEFAULT_PEERS, bench_command, markdown
 from fa_autotune.device import KNOWN_DEVICES, Toolchain
 from fa_autotune.errors import FaAutotuneError, UnsupportedError
+from fa_autotune.live_kernels import INTERPRETER_INDEX, dispatcher_of
 from fa_autotune.measure import MeasurePolicy
 from fa_autotune.models import default_problems, paper_problems
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Measurement, Regime, Role
+from fa_autotune.reference import seeded_inputs
+from tests.attention_calls import interpreted
 
 CAUSAL = AttentionProblem.parse("1x16x16x4096x4096x128,causal")
 FULL = AttentionProblem.parse("1x16x16x4096x4096x128")
@@ -240,6 +243,18 @@ def test_a_peer_that_fails_is_left_out_and_says_why(peer: Callable[..., Any], no
     launches, notes = run_prepare(ours=works, peer=peer, other=works)
     assert set(launches) == {"ours", "other"}
     assert notes == {"ours": "works", "peer": note, "other": "works"}
+
+
+@pytest.mark.kernel
+@interpreted
+def test_ours_is_given_what_its_features_need() -> None:
+    problem = AttentionProblem.parse("1x2x1x40x40x16,causal,left=9,softcap,alibi,sinks")
+    q, k, v = seeded_inputs(problem.family, problem.shape, device=torch.device("cpu"), seed=0)
+    launch, _ = bench_module._ours(dispatcher_of(INTERPRETER_INDEX), problem, q, k, v)
+    launch()
+    out = launch.args[3]
+    assert out.shape == q.shape
+    assert out.isfinite().all()
 
 
 def test_a_failure_of_ours_is_raised() -> None:

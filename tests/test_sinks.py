@@ -14,6 +14,7 @@ from fa_autotune import attention
 from fa_autotune.errors import InvalidProblemError
 from fa_autotune.problem import SPLIT_BACKWARD, Pass
 from fa_autotune.records import Candidate
+from fa_autotune.tensors import BSHD, FULL, GENERATED
 from tests.attention_calls import (
     BFLOAT16,
     DEVICE,
@@ -44,6 +45,27 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, causal: boo
     column = sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
     scores = torch.cat([scores, column], -1)
     return (torch.softmax(scores, -1)[..., :-1] @ v).transpose(1, 2), torch.logsumexp(scores, -1)
+
+
+class Swallow(torch.autograd.Function):
+    """Passes its input on, and no gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor) -> Tensor:
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> None:
+        return None
+
+
+@runs_kernels
+def test_no_gradient_at_all_comes_back_from_the_operator() -> None:
+    q, k, v = requiring(*make_small())
+    (sinks,) = requiring(SINKS[: q.shape[2]].expand(q.shape[0], -1).clone())
+    out, _ = torch.ops.fa_autotune.forward(q, k, v, None, FULL, BSHD, GENERATED, sinks=sinks)
+    Swallow.apply(out).sum().backward()
+    assert [tensor.grad for tensor in (q, k, v, sinks)] == [None] * 4
 
 
 @runs_kernels
