@@ -114,9 +114,10 @@ def test_an_error_of_the_file_system_is_one_line_with_a_next_step(target: str, s
     assert done.stderr.startswith(f"Error: {says}; see that it is there")
 
 
-def test_a_disk_that_is_full_is_one_line_for_a_table_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])  # the rest in a buffer is written when Python ends
+def test_a_disk_that_is_full_is_one_line_for_a_table_too(unbuffered: str) -> None:
     with Path("/dev/full").open("w") as full:
-        done = start("db", "winners", "--packs", stdout=full)
+        done = start("db", "winners", "--packs", stdout=full, PYTHONUNBUFFERED=unbuffered)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "No space left on device" in done.stderr
 

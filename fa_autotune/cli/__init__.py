@@ -2,7 +2,9 @@
 
 import errno
 import io
+import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import IO, Any
@@ -75,10 +77,20 @@ class LazyGroup(click.Group):
         except OSError as error:
             if error.errno is None or error.errno == errno.EPIPE:  # click ends quietly where nobody reads on
                 raise
+            _drop_what_stdout_can_not_write()
             named = "" if error.filename is None else f"{error.filename}: "
             raise _OurError(
                 f"{named}{error.strerror}; see that it is there, may be used, and has space left on its disk"
             ) from error
+
+
+def _drop_what_stdout_can_not_write() -> None:
+    """Python tries the rest again when it ends, and would report that a second time, with an exit code of its own."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with suppress(OSError, io.UnsupportedOperation):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
