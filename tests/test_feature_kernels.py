@@ -16,12 +16,9 @@ from tests.feature_families import FEATURES, TILED, make_family
 from tests.scalar_functions import on_python_numbers
 from tests.strategies import PLAIN_VARIANTS
 
-pytestmark = [
-    pytest.mark.kernel,
-    pytest.mark.skipif(
-        not interpreting(), reason="needs TRITON_INTERPRET=1: on a GPU, test_gpu_features.py runs the same checks"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not interpreting(), reason="needs TRITON_INTERPRET=1: on a GPU, test_gpu_features.py runs the same checks"
+)
 
 CPU = torch.device("cpu")
 SMALL = {"BLOCK_M": 32, "BLOCK_N": 16, "num_warps": 2, "num_stages": 1}
@@ -45,6 +42,7 @@ def failures(family: AttentionFamily, variant: Variant = Variant.PORTABLE, **kno
 
 @every_feature
 @every_kernel
+@pytest.mark.kernel
 def test_passes_every_probe(kernel_pass: Pass, variant: Variant, features: str) -> None:
     assert failures(make_family(kernel_pass, features), variant) == ()
 
@@ -85,6 +83,7 @@ def test_tensors_with_any_strides(kernel_pass: Pass, features: str) -> None:
 
 @every_feature
 @pytest.mark.parametrize("kernel_pass", TILED)
+@pytest.mark.kernel
 def test_fp32_is_computed_in_ieee_precision(kernel_pass: Pass, features: str) -> None:
     assert failures(make_family(kernel_pass, features, DType.FLOAT32, 64), HEAD_DIM_PIECE=32) == ()
 

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -11,7 +10,7 @@ from torch import Tensor
 from tests.attention_calls import BFLOAT16, FLOAT16, FLOAT32, assert_gradients_right, assert_right, interpreted, make
 from tests.views import every_second_column, every_second_row, transposed
 
-pytestmark = [pytest.mark.kernel, interpreted]
+pytestmark = interpreted
 
 VIEWS = (None, transposed, every_second_row, every_second_column)
 several = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
