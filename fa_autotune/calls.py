@@ -16,7 +16,7 @@ from fa_autotune.errors import InvalidProblemError
 from fa_autotune.features import sink_gradient
 from fa_autotune.kernel_plan import Call, CallArguments, Gradients, Into, KernelPlan, Needed, Saved
 from fa_autotune.paths import interpreting
-from fa_autotune.reference import attention_gradients, attention_reference
+from fa_autotune.reference import attention_gradients, attention_reference, backward_statistics
 from fa_autotune.tensors import (
     MAX_SCALE,
     MIN_SCALE,
@@ -234,9 +234,8 @@ class _ReferencePlan:
             d_sinks = None
             sinks = _sinks_of(saved[5:])
             if sinks is not None and needed[3]:
-                out, lse = attention_reference(q, k, v, **numbers)
-                delta = (out * d_out).sum(-1) - (0.0 if d_lse is None else d_lse)
-                d_sinks = sink_gradient(sinks, lse, delta.to(lse.dtype))
+                lse, delta = backward_statistics(q, k, v, d_out, **numbers)
+                d_sinks = sink_gradient(sinks, lse, delta if d_lse is None else delta - d_lse)
         gradients: list[Tensor | None] = [None, None, None]
         for number, tensor in enumerate(saved[:3]):
             if needed[number]:

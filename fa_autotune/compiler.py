@@ -261,7 +261,7 @@ def _numbers(pattern: str, text: str) -> list[int]:
 def _compiled_text(module: ModuleType, arch: str) -> tuple[CompiledText, float]:
     """Compile; also gives the seconds it took, of the first time where Triton's cache has the kernel."""
     from triton import knobs  # noqa: PLC0415 - a second or more to import
-    from triton.runtime.cache import get_cache_manager  # noqa: PLC0415
+    from triton.runtime.cache import get_cache_manager  # noqa: PLC0415 - as above
 
     kernel, log, compile_s = _compile(module, arch)
     beside_kernel = get_cache_manager(kernel.hash)
@@ -292,7 +292,7 @@ def _compile(module: ModuleType, arch: str) -> tuple[Any, str, float]:
 
     Triton runs ptxas with -v and can print what that said, so nothing has to be assembled twice.
     """
-    from triton import knobs  # noqa: PLC0415
+    from triton import knobs  # noqa: PLC0415 - a second or more to import
 
     start = time.perf_counter()
     with knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as log:

@@ -497,7 +497,7 @@ def diagonal_first(
     family: AttentionFamily, shape: AttentionShape | None, config: FusedConfig, device: DeviceSpec
 ) -> str | None:
     """Only a diagonal can be visited first, and not where a program visits each tile in several heads: its neighbours
-    then read the same rows so much later that the L2 cache has lost them (28 trials on an H200: 1.2 to 1.6 × the time).
+    then read the same rows so much later that the L2 cache has lost them (28 measurements on an H200: 1.2 to 1.6 ×).
     """
     if config.DIAGONAL_FIRST and not family.bounded_right:
         return "DIAGONAL_FIRST needs a diagonal, a full family has none"

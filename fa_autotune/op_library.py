@@ -4,6 +4,7 @@ They are what a graph holds (torch.compile, export, make_fx) and what modes and 
 past them. Registered when this module is imported.
 """
 
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -143,8 +144,13 @@ def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tupl
     if d_out is None and d_lse is None:
         return (None,) * _NUM_INPUTS
     needed = needed_of(ctx.needs_input_grad, 3 + _NUM_CALL)
-    dq, dk, dv, d_sinks = gradients_op(ctx.saved_tensors, d_out, d_lse, ctx.call, needed)
-    return dq, dk, dv, *(None,) * _NUM_CALL, None, d_sinks
+    return _for_inputs(gradients_op(ctx.saved_tensors, d_out, d_lse, ctx.call, needed), needed)
+
+
+def _for_inputs(gradients: Iterable[Tensor | None], needed: Needed) -> tuple[Tensor | None, ...]:
+    """What autograd is given for each input of `forward`: those of q, k, v and sinks that are needed."""
+    dq, dk, dv, d_sinks = (gradient if wanted else None for gradient, wanted in zip(gradients, needed, strict=True))
+    return dq, dk, dv, *(None,) * (_NUM_INPUTS - 4), d_sinks
 
 
 def _refuse_to_differentiate_twice(ctx: Any, *gradients: Tensor) -> None:
@@ -227,8 +233,7 @@ class TransformableAttention(torch.autograd.Function):
         apply: Any = _TransformableGradients.apply
         saved = ctx.saved_tensors
         found = apply(d_out, d_lse, *saved[:5], list(needed), *ctx.call, *saved[5:])
-        dq, dk, dv, d_sinks = (gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True))
-        return dq, dk, dv, *(None,) * _NUM_CALL, None, d_sinks
+        return _for_inputs(found, needed)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

@@ -66,10 +66,12 @@ def attention(
     sees no key gives 0. softmax_scale: None is 1/sqrt(head_dim). softcap: scores s become softcap·tanh(s / softcap),
     0.0 is none. alibi_slopes: (num_q_heads,) or (batch, num_q_heads); the score of query i and key j gets −slope·|i +
     seqlen_k − seqlen_q − j|. sinks: (num_q_heads,), differentiable, one more score for each row, whose value is 0; lse
-    counts it. return_lse: also give the natural-log log-sum-exp,
-    fp32 (batch, num_q_heads, seqlen_q), −inf for a row that sees no key; a gradient into lse counts. Results and
-    gradients are bit-for-bit repeatable; with deterministic=False q's gradient need not be, and the backward may be
-    faster for it. Under autocast the inputs are cast as for PyTorch's own attention.
+    counts it.
+
+    return_lse: also give the natural-log log-sum-exp, fp32 (batch, num_q_heads, seqlen_q), −inf for a row that sees no
+    key (with sinks: its sink); a gradient into lse counts. Results and gradients are bit-for-bit repeatable; with
+    deterministic=False q's gradient need not be, and the backward may be faster for it. Under autocast the inputs are
+    cast as for PyTorch's own attention.
 
     CPU tensors run a plain torch reference, or Triton's interpreter in a process started with TRITON_INTERPRET=1.
     Raises InvalidProblemError for tensors that do not fit together, and UnsupportedError for arguments that this

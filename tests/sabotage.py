@@ -40,6 +40,17 @@ def instead_of(old: str, new: str) -> Sabotage:
     return change
 
 
+def without(line: str) -> Sabotage:
+    """The module without a line, or without the loop that it begins."""
+    instead = "while False:" if line.strip().startswith("while") else "pass"
+
+    def change(text: str) -> str:
+        assert line in text.split("\n")
+        return "\n".join(one.replace(line.strip(), instead) if one == line else one for one in text.split("\n"))
+
+    return change
+
+
 def log_launches(log: Path) -> Sabotage:
     """Write the process id and the batch size of each launch to a file; the kernel stays right."""
     return before_each_launch(f"with open({str(log)!r}, 'a') as file:", "    print(os.getpid(), q.shape[0], file=file)")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from gluon_emulator import Emulator
-from sabotage import Sabotage, render_with
+from sabotage import Sabotage, render_with, without
 
 from fa_autotune.fused_workspace import is_wide
 from fa_autotune.generated import load_module, write_module
@@ -83,16 +83,6 @@ def test_full_gradients(
 ) -> None:
     text = f"{heads}x{'128x256' if exact else '150x200'}x{head_dims},bwd_fused{flags}"
     assert failures(text, **knobs, EXACT_LENGTHS=exact) == ()
-
-
-def without(line: str) -> Sabotage:
-    """A module without a line, or without the loop that it begins."""
-    instead = "while False:" if line.strip().startswith("while") else "pass"
-
-    def change(text: str) -> str:
-        return "\n".join(one.replace(line.strip(), instead) if one == line else one for one in text.split("\n"))
-
-    return change
 
 
 # Waits that another one of the same step implies: the loads are done that P, which they wait for, is made of.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from gluon_emulator import Emulator
-from sabotage import Sabotage, render_with
+from sabotage import Sabotage, render_with, without
 
 from fa_autotune.config import Schedule
 from fa_autotune.generated import load_module, write_module
@@ -86,13 +86,6 @@ def test_full_rows(text: str, schedule: Schedule, knobs: dict[str, KnobValue], f
 @every_kernel
 def test_exact_lengths(schedule: Schedule, knobs: dict[str, KnobValue], failures: Failures) -> None:
     assert failures("1x2x1x256x384x64", schedule, EXACT_LENGTHS=True, **knobs) == ()
-
-
-def without(line: str) -> Sabotage:
-    def change(text: str) -> str:
-        return "\n".join(one.replace(line.strip(), "pass") if one == line else one for one in text.split("\n"))
-
-    return change
 
 
 SEVERAL_STEPS, ONE_STEP = "1x5x5x300x300x64,causal", "1x24x24x100x60x64,causal"  # of a tile
