@@ -12,10 +12,11 @@ from torch import Tensor
 
 from fa_autotune.bound_launch import Launch, bind
 from fa_autotune.dispatch import BackwardWay
+from fa_autotune.family import KEYLESS_PASSES, Access, Pass
 from fa_autotune.features import NO_FEATURES, Features
 from fa_autotune.fused_workspace import dq_acc_size, statistics_size, turns_size
 from fa_autotune.live_kernels import dispatcher_of, kernel_for
-from fa_autotune.problem import KEYLESS_PASSES, Access, AttentionProblem, Pass
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.tensors import Allocate, access_of, contiguous, sketch
 
 

@@ -24,11 +24,12 @@ from fa_autotune.config import config_label
 from fa_autotune.device import DeviceSpec, Toolchain
 from fa_autotune.dispatch import Dispatcher
 from fa_autotune.errors import FaAutotuneError, UnsupportedError
+from fa_autotune.family import Pass
 from fa_autotune.launch import live_device, live_toolchain, load_kernel
 from fa_autotune.measure import Launch, MeasurePolicy, confirm, make_timer, regime_for
 from fa_autotune.ops import attention
 from fa_autotune.paths import interpreting
-from fa_autotune.problem import AttentionProblem, Pass
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Measurement
 from fa_autotune.reference import seeded_inputs
 from fa_autotune.tensors import BHSD, GENERATED, UNORDERED, WINDOW

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from fa_autotune.errors import InvalidConfigError
-from fa_autotune.problem import canonical_json
+from fa_autotune.family import canonical_json
 
 SCHEMA_VERSION = 1
 ADDED_LATER = "added later"  # marks a field that rows of older releases lack

@@ -22,7 +22,8 @@ from fa_autotune.config import (
 from fa_autotune.constraints import MIN_SCORES_PER_WARP
 from fa_autotune.device import DeviceSpec
 from fa_autotune.errors import FaAutotuneError, NoKernelError, UnsupportedError
-from fa_autotune.problem import AttentionProblem, AttentionShape, Pass
+from fa_autotune.family import Pass
+from fa_autotune.problem import AttentionProblem, AttentionShape
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.snapshot import Snapshot, Source, WinnerRow
 from fa_autotune.variants import (

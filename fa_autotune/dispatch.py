@@ -14,10 +14,11 @@ from functools import cache
 from fa_autotune.decision import TUNE_COMMAND, Decision, DigestOf, Origin, decide, rendered_digest
 from fa_autotune.device import INTERPRETER_ARCH, DeviceSpec
 from fa_autotune.errors import NoKernelError
+from fa_autotune.family import FUSED_BACKWARD, KEYLESS_PASSES, SPLIT_BACKWARD, Pass
 from fa_autotune.fused_workspace import dq_padding
 from fa_autotune.misses import MissLog, Store
 from fa_autotune.paths import database_path, pack_paths
-from fa_autotune.problem import FUSED_BACKWARD, KEYLESS_PASSES, SPLIT_BACKWARD, AttentionProblem, Pass
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.snapshot import Snapshot, load_snapshot
 
 MAX_PADDING = 2.0  # of dq: with so much and more, a fused backward that nobody measured is not taken

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from fa_autotune.problem import AttentionFamily
+from fa_autotune.family import AttentionFamily
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

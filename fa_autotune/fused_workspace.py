@@ -6,7 +6,8 @@ preprocessing gives, and dq as the fused kernel adds it up, in fp32 and in the o
 
 from dataclasses import dataclass
 
-from fa_autotune.problem import AttentionFamily, AttentionShape
+from fa_autotune.family import AttentionFamily
+from fa_autotune.problem import AttentionShape
 
 STATISTIC_ROWS = 128  # lse and delta of a head are padded to whole blocks of so many rows, whatever a tile has
 ROWS_PER_TURN = 64  # one counter for each so many query rows: a tile uses that of its first rows

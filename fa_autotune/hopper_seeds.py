@@ -1,8 +1,8 @@
 """Where a search starts among the kernels in Gluon: configs that were fast on Hopper, the untuned default first."""
 
 from fa_autotune.config import HopperWideBwdConfig, HopperWsBwdConfig, HopperWsFwdConfig, Schedule
-from fa_autotune.constraints import fused_smem_bytes, padded_head_dim
-from fa_autotune.problem import AttentionFamily
+from fa_autotune.estimates import fused_smem_bytes, padded_head_dim
+from fa_autotune.family import AttentionFamily
 
 SMEM_BYTES = 227 * 1024  # that a program on sm_90 may have
 

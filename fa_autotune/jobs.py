@@ -14,9 +14,10 @@ from typing import Protocol
 from fa_autotune.database import TuningDatabase
 from fa_autotune.device import INTERPRETER, INTERPRETER_ARCH, DeviceSpec, Toolchain
 from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
+from fa_autotune.family import DType, Pass, parse_passes
 from fa_autotune.models import default_problems, problems_for_model, tiny_problems
 from fa_autotune.paths import database_path
-from fa_autotune.problem import AttentionProblem, DType, Pass, parse_passes
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Evaluator, Variant
 from fa_autotune.tuner import TuneBudget, TuneEvent, TuneSummary
 from fa_autotune.tuner import tune as search

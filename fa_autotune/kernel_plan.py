@@ -14,9 +14,10 @@ from torch import Tensor
 from fa_autotune.backward_plan import Backward, BackwardCall, bind_backward
 from fa_autotune.bound_launch import bind
 from fa_autotune.errors import InvalidProblemError
+from fa_autotune.family import Access, AttentionFamily
 from fa_autotune.features import Features, sink_gradient, window_diagonals
 from fa_autotune.live_kernels import INTERPRETER_INDEX, kernel_for
-from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, AttentionShape
+from fa_autotune.problem import AttentionProblem, AttentionShape
 from fa_autotune.tensors import (
     DTYPES,
     FULL,

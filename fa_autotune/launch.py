@@ -19,9 +19,9 @@ from torch import Tensor
 
 from fa_autotune.device import INTERPRETER, DeviceSpec, Toolchain, nearest_memory_gb
 from fa_autotune.errors import CompileError, FaAutotuneError, LaunchError
+from fa_autotune.family import Pass
 from fa_autotune.generated import candidates_dir, compile_module, load_module, write_module
 from fa_autotune.paths import interpreting
-from fa_autotune.problem import Pass
 from fa_autotune.records import Candidate
 from fa_autotune.render import render
 from fa_autotune.scratch import SLOT_INTS, prepare_scratch, scratch_of

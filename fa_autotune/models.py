@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from fa_autotune.errors import InvalidProblemError
+from fa_autotune.family import AttentionFamily, DType, Pass, strongest_access
 from fa_autotune.paths import expanded
-from fa_autotune.problem import AttentionFamily, AttentionProblem, AttentionShape, DType, Pass, strongest_access
+from fa_autotune.problem import AttentionProblem, AttentionShape
 
 DEFAULT_SEQLENS = (1024, 2048, 4096, 8192)
 DEFAULT_TOKENS = 16384  # batch_size × seqlen: enough work to fill a large GPU at any length

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from fa_autotune.differentiable import attend
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
+from fa_autotune.family import SPLIT_BACKWARD
 from fa_autotune.live_kernels import device_index, dispatcher_of, flush_misses, kernel_for
-from fa_autotune.problem import SPLIT_BACKWARD, AttentionProblem
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.tensors import (
     BHSD,
     BSHD,

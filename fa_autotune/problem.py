@@ -1,184 +1,33 @@
-"""What is to be computed: the family (what changes the kernel's source) and the shape (run-time numbers).
+"""What is to be computed: a problem is a family (what changes the kernel's source) and a shape (run-time numbers)."""
 
-Words and identity are those of the design: a problem is a family and a shape, and its key is canonical JSON with a
-schema version. Optional features are written into a key only when they are on, so adding one never changes old keys.
-"""
-
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Any, Self
 
 from fa_autotune.errors import InvalidProblemError
+from fa_autotune.family import (
+    BACKWARD_PASSES,
+    FAMILY_KEYS,
+    FAMILY_OPTIONS,
+    FEATURE_WORDS,
+    KEYLESS_PASSES,
+    MASK_WORDS,
+    SCHEMA_VERSION,
+    SHAPE_OPTIONS,
+    SHORT_DTYPES,
+    Access,
+    AttentionFamily,
+    DType,
+    Pass,
+    canonical_json,
+    family_fields,
+    parse_key,
+    require_int,
+    strongest_access,
+)
 
-SCHEMA_VERSION = 1
-MIN_HEAD_DIM = 8
-MAX_HEAD_DIM = 256
 MAX_EXTENT = 2**31 - 1  # lengths and grid axis 0 are 32-bit in every kernel
-
-
-class Pass(StrEnum):
-    """One kernel of the attention operator: the forward, and those of the two ways to compute the backward.
-
-    Split: BWD_DELTA gives delta = rowsum(do ∘ out), which the others read; BWD_DKDV gives dk and dv, BWD_DQ gives dq.
-    Fused: BWD_PREPROCESS gives delta and lse as BWD_FUSED reads them, that gives dk, dv and dq in a form of its own,
-    and BWD_POSTPROCESS makes dq of it.
-    """
-
-    FWD = "fwd"
-    BWD_DELTA = "bwd_delta"
-    BWD_DKDV = "bwd_dkdv"
-    BWD_DQ = "bwd_dq"
-    BWD_PREPROCESS = "bwd_preprocess"
-    BWD_FUSED = "bwd_fused"
-    BWD_POSTPROCESS = "bwd_postprocess"
-
-
-SPLIT_BACKWARD = (Pass.BWD_DELTA, Pass.BWD_DKDV, Pass.BWD_DQ)
-FUSED_BACKWARD = (Pass.BWD_PREPROCESS, Pass.BWD_FUSED, Pass.BWD_POSTPROCESS)
-BACKWARD_PASSES = (*SPLIT_BACKWARD, *FUSED_BACKWARD)
-KEYLESS_PASSES = (Pass.BWD_DELTA, Pass.BWD_PREPROCESS)  # know rows of out only: neither keys nor a mask
-
-
-def parse_passes(text: str) -> tuple[Pass, ...]:
-    """The passes of `fwd`, `bwd` (all of the backward) or their own names, separated by commas; each once."""
-    found: list[Pass] = []
-    for word in (part.strip().lower() for part in text.split(",")):
-        if word == "bwd":
-            found += BACKWARD_PASSES
-        elif word in set(Pass):
-            found.append(Pass(word))
-        else:
-            raise InvalidProblemError(f"{word!r} in {text!r} is not one of: fwd, bwd, {', '.join(BACKWARD_PASSES)}")
-    return tuple(dict.fromkeys(found))
-
-
-class DType(StrEnum):
-    """Element type of q, k, v and out. Accumulators and statistics are always fp32."""
-
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-    FLOAT32 = "float32"
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return 4 if self is DType.FLOAT32 else 2
-
-
-class Access(StrEnum):
-    """How q, k and v (and do) can be read, from their pointers and strides (the 16-byte rules), strongest first.
-
-    TMA: last stride 1; pointers, the strides of batch, head and row, and the rows themselves (head_dim, head_dim_v) are
-    multiples of 16 bytes, and no stride is 0.
-    ALIGNED: as TMA, but a stride may be 0 (an expanded tensor).
-    ANY: everything else.
-    """
-
-    TMA = "tma"
-    ALIGNED = "aligned"
-    ANY = "any"
-
-
-def _require_int(name: str, value: object, low: int, high: int) -> None:
-    if type(value) is not int or not low <= value <= high:
-        raise InvalidProblemError(f"{name}={value!r} is not an integer from {low} to {high}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionFamily:
-    """What changes the generated source.
-
-    `bounded_right` is true where a query row must not see keys past a diagonal (causal, or a window to the right), and
-    `bounded_left` where it must not see keys before one (a window to the left). Where the diagonals lie (the window's
-    sizes, bottom-right or top-left) is a run-time argument, so one kernel serves them all.
-    `unordered`: the fused backward may add the parts of dq in any order, so that two runs differ in the last bits.
-    `softcap`: scores are capped, softcap · tanh(score / softcap); the number is a run-time argument.
-    `alibi`: scores get −slope · |distance of the key from the row's own|, a slope for each batch and head.
-    `sinks`: a score for each batch and head is added to the softmax, with a value of 0. The forward alone knows it: a
-    backward has it in lse.
-    """
-
-    kernel_pass: Pass = Pass.FWD
-    dtype: DType
-    head_dim: int
-    head_dim_v: int
-    bounded_right: bool
-    access: Access = Access.TMA
-    unordered: bool = False
-    bounded_left: bool = False
-    softcap: bool = False
-    alibi: bool = False
-    sinks: bool = False
-
-    def __post_init__(self) -> None:
-        kinds = {"kernel_pass": Pass, "dtype": DType, "access": Access, "bounded_right": bool}
-        for name, kind in (kinds | dict.fromkeys(sorted(FAMILY_OPTIONS), bool)).items():
-            if not isinstance(getattr(self, name), kind):
-                raise InvalidProblemError(f"{name}={getattr(self, name)!r} is not a {kind.__name__}")
-        if self.unordered and self.kernel_pass is not Pass.BWD_FUSED:
-            raise InvalidProblemError(
-                f"unordered=True is for bwd_fused, no {self.kernel_pass.value} kernel adds up dq; write "
-                "…,bwd_fused,unordered"
-            )
-        if self.sinks and self.kernel_pass is not Pass.FWD:
-            raise InvalidProblemError(
-                f"sinks=True is for fwd: {self.kernel_pass.value} finds the sinks in lse; leave it out there"
-            )
-        for name in ("head_dim", "head_dim_v"):
-            _require_int(name, getattr(self, name), MIN_HEAD_DIM, MAX_HEAD_DIM)
-        if self.access is not Access.ANY and strongest_access(self.dtype, self.head_dim, self.head_dim_v) is Access.ANY:
-            raise InvalidProblemError(
-                f"access={self.access.value} needs rows of whole 16 bytes, but head_dim={self.head_dim} and "
-                f"head_dim_v={self.head_dim_v} of {self.dtype.value} are not; say access=any"
-            )
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values, keyed as in the canonical key."""
-        return {
-            "pass": self.kernel_pass.value,
-            "dtype": self.dtype.value,
-            "head_dim": self.head_dim,
-            "head_dim_v": self.head_dim_v,
-            "bounded_right": self.bounded_right,
-            "access": self.access.value,
-            **{name: True for name in sorted(FAMILY_OPTIONS) if getattr(self, name)},
-        }
-
-    @property
-    def key(self) -> str:
-        """Canonical JSON of the family, with the schema version."""
-        return canonical_json({"schema": SCHEMA_VERSION, **self.as_json()})
-
-    @classmethod
-    def from_key(cls, key: str) -> Self:
-        """Parse a canonical key; InvalidProblemError if it is not exactly one."""
-        return cls(**_family_fields(_parse_key(key, _FAMILY_KEYS, FAMILY_OPTIONS)))
-
-    @property
-    def mask_word(self) -> str:
-        """Which sides are bounded, in a word: full, causal (the right one), left, or window (both)."""
-        return _MASK_WORDS[self.bounded_left, self.bounded_right]
-
-    @property
-    def feature_tensors(self) -> tuple[str, ...]:
-        """What the kernel takes after its outputs, fp32 (batch, num_q_heads): fields of `features.Features`."""
-        return (*(["alibi_slopes"] if self.alibi else []), *(["sinks"] if self.sinks else []))
-
-    @property
-    def feature_numbers(self) -> tuple[str, ...]:
-        """What the kernel takes after the diagonal: fields of `features.Features`."""
-        return (*(["left_diagonal"] if self.bounded_left else []), *(["softcap"] if self.softcap else []))
-
-    @property
-    def label(self) -> str:
-        """Short name for people, such as `fwd bf16 d128 causal`; the access is named unless it is tma."""
-        dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}/{self.head_dim_v}"
-        words = [self.kernel_pass.value, _SHORT_DTYPES[self.dtype], dims, self.mask_word]
-        words += [self.access.value] if self.access is not Access.TMA else []
-        return " ".join([*words, *(word for word in _FLAGS if getattr(self, word))])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,9 +48,9 @@ class AttentionShape:
 
     def __post_init__(self) -> None:
         for name in _SHAPE_KEYS:
-            _require_int(name, getattr(self, name), 1, MAX_EXTENT)
+            require_int(name, getattr(self, name), 1, MAX_EXTENT)
         for name in SHAPE_OPTIONS:
-            _require_int(name, getattr(self, name), 0, MAX_EXTENT)
+            require_int(name, getattr(self, name), 0, MAX_EXTENT)
         if self.num_q_heads % self.num_kv_heads:
             raise InvalidProblemError(
                 f"num_q_heads={self.num_q_heads} is no multiple of num_kv_heads={self.num_kv_heads}: "
@@ -273,10 +122,10 @@ class AttentionProblem:
     @classmethod
     def from_key(cls, key: str) -> Self:
         """Parse a canonical key; InvalidProblemError if it is not exactly one."""
-        values = _parse_key(key, _FAMILY_KEYS | set(_SHAPE_KEYS), FAMILY_OPTIONS | set(SHAPE_OPTIONS))
+        values = parse_key(key, FAMILY_KEYS | set(_SHAPE_KEYS), FAMILY_OPTIONS | set(SHAPE_OPTIONS))
         numbers = {name: values.pop(name) for name in (*_SHAPE_KEYS, *SHAPE_OPTIONS) if name in values}
         shape = AttentionShape(**numbers)
-        return cls(family=AttentionFamily(**_family_fields(values)), shape=shape)
+        return cls(family=AttentionFamily(**family_fields(values)), shape=shape)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -297,7 +146,7 @@ class AttentionProblem:
         if not re.fullmatch(r"[0-9]{1,10}(x[0-9]{1,10}){5,6}", numbers):
             raise InvalidProblemError(
                 f"{text!r} is no problem: write BxHqxHkvxLqxLkxD[xDv][,causal][,left=N][,right=N]"
-                f"[,{'|'.join(_FLAGS)}][,bf16|fp16|fp32][,tma|aligned|any][,{'|'.join(BACKWARD_PASSES)}], "
+                f"[,{'|'.join(FEATURE_WORDS)}][,bf16|fp16|fp32][,tma|aligned|any][,{'|'.join(BACKWARD_PASSES)}], "
                 "for example 4x32x8x4096x4096x128,causal"
             )
         batch, q_heads, kv_heads, seqlen_q, seqlen_k, head_dim, *rest = map(int, numbers.split("x"))
@@ -309,7 +158,7 @@ class AttentionProblem:
                 continue
             if flag == "unordered":
                 unordered = True
-            elif flag in _FLAGS:
+            elif flag in FEATURE_WORDS:
                 features[flag] = True
             elif flag in _DTYPES_BY_WORD:
                 dtype = _DTYPES_BY_WORD[flag]
@@ -318,7 +167,7 @@ class AttentionProblem:
             elif flag in set(Pass):
                 kernel_pass = Pass(flag)
             else:
-                known = ["causal", "full", "left=N", "right=N", *_DTYPES_BY_WORD, *Access, *Pass, *_FLAGS]
+                known = ["causal", "full", "left=N", "right=N", *_DTYPES_BY_WORD, *Access, *Pass, *FEATURE_WORDS]
                 raise InvalidProblemError(f"{flag!r} in {text!r} is not one of: {', '.join(known)}")
         head_dim_v = rest[0] if rest else head_dim
         family = AttentionFamily(
@@ -487,22 +336,12 @@ class AttentionProblem:
         return elements * family.dtype.itemsize + 4 * statistics * q_rows
 
 
-def strongest_access(dtype: DType, head_dim: int, head_dim_v: int) -> Access:
-    """The access of ordinary contiguous tensors: TMA where rows are whole 16-byte units, ANY otherwise."""
-    return Access.ANY if head_dim * dtype.itemsize % 16 or head_dim_v * dtype.itemsize % 16 else Access.TMA
-
-
 def _pairs_up_to(diagonal: int, seqlen_q: int, seqlen_k: int) -> int:
     """Pairs of a row i and a key j <= i + diagonal."""
     first, last = diagonal + 1, diagonal + seqlen_q  # keys that the first and the last row see, were there so many
     start, end = max(first, 0), min(last, seqlen_k)
     growing = (start + end) * (end - start + 1) // 2 if end >= start else 0
     return growing + seqlen_k * max(0, last - max(seqlen_k, first - 1))
-
-
-def canonical_json(values: Mapping[str, Any]) -> str:
-    """Sorted, compact JSON: equal values give equal text."""
-    return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 # Matrix products per pair of query and key: how many of head_dim columns, how many of head_dim_v.
@@ -516,54 +355,10 @@ _PRODUCTS = {
     Pass.BWD_POSTPROCESS: (0, 0),
 }
 _SHAPE_KEYS = ("batch_size", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_k")
-FAMILY_OPTIONS = {"unordered", "bounded_left", "softcap", "alibi", "sinks"}  # in a key only where it is true
-_FLAGS = ("softcap", "alibi", "sinks", "unordered")  # of FAMILY_OPTIONS, those that a text names by their own word
-SHAPE_OPTIONS = ("window_left", "window_right")  # in a key only where it is not 0
-_FAMILY_KEYS = {"pass", "dtype", "head_dim", "head_dim_v", "bounded_right", "access"}
-_MASK_WORDS = {
-    (False, False): "full",
-    (False, True): "causal",
-    (True, False): "left",
-    (True, True): "window",
-}  # by bounded_left, bounded_right
-_SHORT_DTYPES = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32"}
 _LABEL = re.compile(
     r"(?P<kernel_pass>[a-z_]+) (?P<dtype>[a-z0-9]+) d(?P<dims>[0-9]{1,4}(?:/[0-9]{1,4})?) "
-    rf"(?P<mask>{'|'.join(_MASK_WORDS.values())})(?: (?P<access>tma|aligned|any))?"
-    rf"(?P<words>(?: (?:{'|'.join(_FLAGS)}))*) "
+    rf"(?P<mask>{'|'.join(MASK_WORDS.values())})(?: (?P<access>tma|aligned|any))?"
+    rf"(?P<words>(?: (?:{'|'.join(FEATURE_WORDS)}))*) "
     r"(?P<shape>[0-9x×]+)(?: left=(?P<left>[0-9]{1,10}))?(?: right=(?P<right>[0-9]{1,10}))?"
 )
-_DTYPES_BY_WORD = {**{short: dtype for dtype, short in _SHORT_DTYPES.items()}, **{d.value: d for d in DType}}
-
-
-def _is_schema(value: object) -> bool:
-    return type(value) is int and value == SCHEMA_VERSION  # JSON's true equals 1
-
-
-def _parse_key(key: str, expected: set[str], optional: set[str]) -> dict[str, Any]:
-    try:
-        values = json.loads(key)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise InvalidProblemError(f"{key!r} is not JSON: {error}") from None
-    if not isinstance(values, dict) or not _is_schema(values.pop("schema", None)):
-        raise InvalidProblemError(
-            f"{key!r} is not a JSON object of schema {SCHEMA_VERSION}; was it written by another release?"
-        )
-    wrong = (expected - values.keys()) | (values.keys() - expected - optional)
-    given = optional & values.keys()
-    wrong |= {name for name in given & FAMILY_OPTIONS if values[name] is not True}
-    wrong |= {name for name in given & set(SHAPE_OPTIONS) if type(values[name]) is not int or values[name] < 1}
-    if wrong:
-        raise InvalidProblemError(f"{key!r} has missing or unknown entries: {', '.join(sorted(wrong))}")
-    return values
-
-
-def _family_fields(values: dict[str, Any]) -> dict[str, Any]:
-    fields = dict(values)
-    for name, kind in (("pass", Pass), ("dtype", DType), ("access", Access)):
-        value = fields.pop(name)
-        try:
-            fields["kernel_pass" if name == "pass" else name] = kind(value)
-        except ValueError:
-            raise InvalidProblemError(f"{name}={value!r} is not one of: {', '.join(kind)}") from None
-    return fields
+_DTYPES_BY_WORD = {**{short: dtype for dtype, short in SHORT_DTYPES.items()}, **{d.value: d for d in DType}}

@@ -6,7 +6,8 @@ from enum import StrEnum
 from typing import Protocol
 
 from fa_autotune.config import KernelConfig
-from fa_autotune.problem import AttentionFamily, AttentionProblem
+from fa_autotune.family import AttentionFamily
+from fa_autotune.problem import AttentionProblem
 
 
 class Variant(StrEnum):

@@ -9,8 +9,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from fa_autotune.family import Access, AttentionFamily, DType
 from fa_autotune.features import NO_FEATURES, Features, seen_keys
-from fa_autotune.problem import Access, AttentionFamily, AttentionShape, DType
+from fa_autotune.problem import AttentionShape
 
 MAX_SCORES = 2**25  # of one part of a large call: 128 MiB in fp32
 TORCH_DTYPES = {DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16, DType.FLOAT32: torch.float32}

@@ -10,11 +10,11 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from fa_autotune.config import config_key, config_label
-from fa_autotune.constraints import head_dim_pieces
 from fa_autotune.errors import TemplateError
+from fa_autotune.estimates import head_dim_pieces
+from fa_autotune.family import MAX_HEAD_DIM, DType, Pass
 from fa_autotune.fused_workspace import DQ_LANES, PART_COLUMNS, ROWS_PER_TURN, STATISTIC_ROWS, fused_tile
 from fa_autotune.paths import templates_dir
-from fa_autotune.problem import MAX_HEAD_DIM, DType, Pass
 from fa_autotune.records import Candidate, CompileForm
 from fa_autotune.variants import compile_form, variant_spec
 

@@ -17,7 +17,8 @@ from typing import Any
 
 from fa_autotune.config import config_from_key, config_key
 from fa_autotune.errors import FaAutotuneError
-from fa_autotune.problem import AttentionFamily, AttentionProblem, canonical_json
+from fa_autotune.family import AttentionFamily, canonical_json
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, CompileForm, Regime, Variant
 from fa_autotune.schema import APPLICATION_ID, SCHEMA_VERSION
 from fa_autotune.variants import compile_form, variant_spec

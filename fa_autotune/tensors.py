@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
-from fa_autotune.problem import MAX_HEAD_DIM, MIN_HEAD_DIM, Access
+from fa_autotune.family import MAX_HEAD_DIM, MIN_HEAD_DIM, Access
 from fa_autotune.reference import TORCH_DTYPES
 
 MIN_SCALE, MAX_SCALE = 2.0**-125, 2.0**127  # times log2(e), still a normal fp32 number

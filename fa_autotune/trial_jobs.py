@@ -16,12 +16,14 @@ import torch
 
 from fa_autotune.config import BwdPostprocessConfig, FusedConfig
 from fa_autotune.device import DeviceSpec, Toolchain
+from fa_autotune.family import Pass
 from fa_autotune.fused_workspace import fused_tile
 from fa_autotune.launch import LoadedKernel, live_toolchain
 from fa_autotune.measure import Launch, MeasurePolicy, Timer, confirm, make_timer, regime_for, screen
-from fa_autotune.problem import AttentionProblem, Pass
+from fa_autotune.probes import probes
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import AccuracyReport, Candidate, Measurement, Regime, TrialStatus
-from fa_autotune.verify import probes, same_bits, verify, verify_sampled
+from fa_autotune.verify import same_bits, verify, verify_sampled
 from fa_autotune.workload import Workload, bottom_right_diagonal, seeded_workload
 
 P = ParamSpec("P")

@@ -36,6 +36,10 @@ from fa_autotune.constraints import (
     WIDE_CONSTRAINTS,
     Check,
     Rejected,
+)
+from fa_autotune.device import INTERPRETER_ARCH, DeviceSpec
+from fa_autotune.errors import UnsupportedError
+from fa_autotune.estimates import (
     canonical_piece,
     multiplies_by_fma,
     multiplies_by_warp,
@@ -43,11 +47,10 @@ from fa_autotune.constraints import (
     padded_head_dim,
     whole_smem_bytes,
 )
-from fa_autotune.device import INTERPRETER_ARCH, DeviceSpec
-from fa_autotune.errors import UnsupportedError
+from fa_autotune.family import Access, AttentionFamily, DType, Pass
 from fa_autotune.fused_workspace import WIDEST_SHARED, is_wide
 from fa_autotune.hopper_seeds import forward_seeds, fused_seeds, wide_seeds
-from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, AttentionShape, DType, Pass
+from fa_autotune.problem import AttentionProblem, AttentionShape
 from fa_autotune.records import Candidate, CompileForm, Variant
 
 MIN_TRITON = (3, 6)

@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa_autotune.family import KEYLESS_PASSES, AttentionFamily, DType, Pass
 from fa_autotune.features import Features, seen_keys
-from fa_autotune.problem import KEYLESS_PASSES, AttentionFamily, AttentionProblem, AttentionShape, DType, Pass
+from fa_autotune.probes import Probe
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import AccuracyReport
 from fa_autotune.reference import (
     MAX_SCORES,
@@ -52,96 +54,6 @@ UNORDERED_RUNS = 10
 SAMPLED_HEADS = 4
 SAMPLED_ROWS = 256  # fewer where their scores would not fit memory, but not fewer than
 MIN_SAMPLED_ROWS = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """One small call that a kernel must get right. `top_left` puts a row's own key at 0 instead of bottom-right."""
-
-    shape: AttentionShape
-    scale: float = 1.0
-    top_left: bool = False
-    seed: int = 0
-
-    def diagonal(self, family: AttentionFamily) -> int | None:
-        """The kernel's diagonal argument for this probe."""
-        return self.offset + self.shape.window_right if family.bounded_right else None
-
-    @property
-    def offset(self) -> int:
-        """Row i's own key is i + offset."""
-        return 0 if self.top_left else self.shape.seqlen_k - self.shape.seqlen_q
-
-
-def probes(
-    family: AttentionFamily, *, block_m: int, block_n: int, exact_lengths: bool, programs: int = 0
-) -> list[Probe]:
-    """Calls around a kernel's blocks: ragged ends, both orders of the lengths, GQA, empty rows, large magnitudes.
-
-    `programs`: how many a persistent kernel runs at most; then there are calls that give each several query tiles.
-    """
-    found = _probes(block_m=block_m, block_n=block_n, exact_lengths=exact_lengths, programs=programs)
-    if not family.bounded_left:
-        return found
-    return _in_windows(family, found, block_m, block_n, exact_lengths)
-
-
-def _in_windows(
-    family: AttentionFamily, probe_list: list[Probe], block_m: int, block_n: int, exact_lengths: bool
-) -> list[Probe]:
-    """The calls in windows of all widths, and two more: whole blocks inside a window, keys before every window."""
-    wide = block_m + 2 * block_n  # with whole blocks inside it
-    lefts, rights = (wide, 0, block_n + 1, 3, wide + 5, 1), (0, block_n - 1, 0, 2, 0, wide)
-    long, end = 2 * block_m * -(-wide // block_m), 0 if exact_lengths else 3
-    keys = block_n * -(-2 * wide // block_n)
-    one = AttentionShape(
-        batch_size=1, num_q_heads=2, num_kv_heads=1, seqlen_q=long - end, seqlen_k=keys + block_n + end
-    )
-    more = [
-        Probe(shape=replace(one, window_left=wide), seed=8),
-        Probe(shape=replace(one, seqlen_q=block_m, window_left=wide - block_n - 1), seed=9),
-    ]
-    windows = [
-        replace(probe.shape, window_left=lefts[n % 6], window_right=rights[n % 6] if family.bounded_right else 0)
-        for n, probe in enumerate(probe_list)
-    ]
-    return [*(replace(probe, shape=shape) for probe, shape in zip(probe_list, windows, strict=True)), *more]
-
-
-def _probes(*, block_m: int, block_n: int, exact_lengths: bool, programs: int) -> list[Probe]:
-    def shape(seqlen_q: int, seqlen_k: int, *, batch: int = 1, heads: int = 2, group: int = 1) -> AttentionShape:
-        return AttentionShape(
-            batch_size=batch, num_q_heads=heads, num_kv_heads=heads // group, seqlen_q=seqlen_q, seqlen_k=seqlen_k
-        )
-
-    many: list[Probe] = []
-    heads = -(-programs // 4)  # 3 to 5 tiles for each program
-    if exact_lengths:
-        if programs:
-            exact = shape(4 * block_m, 3 * block_n, batch=4, heads=heads)
-            many = [Probe(shape=exact, seed=6), Probe(shape=exact, top_left=True, seed=7)]
-        return [
-            *many,
-            Probe(shape=shape(2 * block_m, (2 * block_m // block_n + 1) * block_n, batch=2, heads=4, group=2)),
-            Probe(shape=shape((block_n // block_m + 2) * block_m, block_n), scale=4.0, seed=1),
-            Probe(shape=shape(block_m, (block_m // block_n + 1) * block_n), top_left=True, seed=2),
-        ]
-    long = 2 * max(block_m, block_n)
-    if programs:
-        ragged, top_left = (
-            shape(4 * block_m + 1, 2 * block_n + 3, batch=4, heads=heads),
-            shape(3 * block_m - 1, 5 * block_n - 1, batch=2, heads=2 * heads, group=2),
-        )
-        many = [Probe(shape=ragged, seed=6), Probe(shape=top_left, top_left=True, seed=7)]
-    return [
-        *many,
-        Probe(shape=shape(block_m + 1, block_m + 2 * block_n - 1, batch=2, heads=6, group=3)),
-        Probe(shape=shape(long + 3, block_n - 1), seed=1),  # causal: rows without a visible key
-        Probe(shape=shape(long + 1, long + 1), scale=4.0, seed=2),
-        Probe(shape=shape(1, block_n + 1, batch=3), seed=3),
-        Probe(shape=shape(long, long), top_left=True, seed=4),
-        Probe(shape=shape(block_m - 1, long + 5), top_left=True, scale=4.0, seed=5),
-    ]
 
 
 def verify(

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa_autotune.family import KEYLESS_PASSES, AttentionFamily, Pass
 from fa_autotune.features import NO_FEATURES, Features
 from fa_autotune.fused_workspace import DQ_LANES, dq_acc_size, fused_tile, statistics_size, turns_size
-from fa_autotune.problem import KEYLESS_PASSES, AttentionFamily, AttentionProblem, AttentionShape, Pass
+from fa_autotune.problem import AttentionProblem, AttentionShape
 from fa_autotune.reference import TORCH_DTYPES, backward_statistics, seeded_inputs, seeded_output
 
 LOG2_E = math.log2(math.e)

@@ -1,6 +1,6 @@
 """Families with features: which are tested, by name, wherever kernels are compiled or run."""
 
-from fa_autotune.problem import Access, AttentionFamily, DType, Pass, strongest_access
+from fa_autotune.family import Access, AttentionFamily, DType, Pass, strongest_access
 
 TILED = (Pass.FWD, Pass.BWD_DKDV, Pass.BWD_DQ)
 FEATURES: dict[str, dict[str, bool]] = {

@@ -5,19 +5,18 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from fa_autotune.device import KNOWN_DEVICES, DeviceSpec
-from fa_autotune.problem import (
+from fa_autotune.family import (
     FUSED_BACKWARD,
     KEYLESS_PASSES,
     MAX_HEAD_DIM,
     MIN_HEAD_DIM,
     Access,
     AttentionFamily,
-    AttentionProblem,
-    AttentionShape,
     DType,
     Pass,
     strongest_access,
 )
+from fa_autotune.problem import AttentionProblem, AttentionShape
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.variants import VARIANTS, VariantSpec
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fa_autotune import attention, flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 from fa_autotune.errors import InvalidProblemError
-from fa_autotune.problem import Access
+from fa_autotune.family import Access
 from fa_autotune.records import Candidate
 from tests.attention_calls import (
     DEVICE,

@@ -21,7 +21,7 @@ from fa_autotune import (
     kernel_plan,
     tensors,
 )
-from fa_autotune.problem import SPLIT_BACKWARD, Pass
+from fa_autotune.family import SPLIT_BACKWARD, Pass
 from fa_autotune.records import Candidate
 from tests.attention_calls import (
     FLOAT32,

@@ -8,7 +8,8 @@ import pytest
 from fa_autotune import live_kernels, ops
 from fa_autotune.device import INTERPRETER, DeviceSpec
 from fa_autotune.dispatch import BackwardWay
-from fa_autotune.problem import BACKWARD_PASSES, FUSED_BACKWARD, KEYLESS_PASSES, SPLIT_BACKWARD, AttentionProblem, Pass
+from fa_autotune.family import BACKWARD_PASSES, FUSED_BACKWARD, KEYLESS_PASSES, SPLIT_BACKWARD, Pass
+from fa_autotune.problem import AttentionProblem
 from tests.winners import A100, H200, all_winners, dispatcher, plain_config, winner, winners_of
 
 SPLIT, FUSED, UNORDERED = BackwardWay.SPLIT, BackwardWay.FUSED, BackwardWay.FUSED_UNORDERED

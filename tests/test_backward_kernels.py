@@ -11,22 +11,15 @@ from strategies import PLAIN_VARIANTS
 from torch import Tensor
 
 from fa_autotune.device import INTERPRETER
+from fa_autotune.family import SPLIT_BACKWARD, Access, AttentionFamily, DType, Pass, strongest_access
 from fa_autotune.launch import LoadedKernel, load_kernel
 from fa_autotune.paths import interpreting
-from fa_autotune.problem import (
-    SPLIT_BACKWARD,
-    Access,
-    AttentionFamily,
-    AttentionProblem,
-    AttentionShape,
-    DType,
-    Pass,
-    strongest_access,
-)
+from fa_autotune.probes import Probe, probes
+from fa_autotune.problem import AttentionProblem, AttentionShape
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.reference import attention_gradients, attention_reference
 from fa_autotune.variants import VariantSpec, default_config, variant_spec
-from fa_autotune.verify import Probe, probes, verify
+from fa_autotune.verify import verify
 from fa_autotune.workload import Workload, seeded_workload
 
 pytestmark = [

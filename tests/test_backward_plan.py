@@ -15,15 +15,9 @@ from fa_autotune import backward_plan
 from fa_autotune.backward_plan import BackwardCall, FusedBackward, SplitBackward, bind_backward
 from fa_autotune.bound_launch import Launch
 from fa_autotune.dispatch import BackwardWay, Dispatcher
+from fa_autotune.family import FUSED_BACKWARD, SPLIT_BACKWARD, Access, AttentionFamily, Pass
 from fa_autotune.fused_workspace import fused_tile
-from fa_autotune.problem import (
-    FUSED_BACKWARD,
-    SPLIT_BACKWARD,
-    Access,
-    AttentionFamily,
-    AttentionProblem,
-    Pass,
-)
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.reference import TORCH_DTYPES, attention_reference, gradients_from_statistics
 from fa_autotune.tensors import access_of
 from fa_autotune.workload import acc_of_dq, bottom_right_diagonal, dq_of_acc, lse_and_delta_of, statistics_of

@@ -15,9 +15,10 @@ from fa_autotune import bound_launch, scratch
 from fa_autotune.bound_launch import bind
 from fa_autotune.device import INTERPRETER
 from fa_autotune.errors import LaunchError
+from fa_autotune.family import AttentionFamily, DType
 from fa_autotune.launch import load_kernel
 from fa_autotune.paths import interpreting
-from fa_autotune.problem import AttentionFamily, AttentionShape, DType
+from fa_autotune.problem import AttentionShape
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.reference import seeded_inputs
 from fa_autotune.variants import default_config, variant_spec

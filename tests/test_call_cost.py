@@ -17,7 +17,8 @@ from fa_autotune import (
 )
 from fa_autotune.dispatch import Dispatcher
 from fa_autotune.errors import InvalidProblemError
-from fa_autotune.problem import SPLIT_BACKWARD, Access, AttentionProblem, Pass
+from fa_autotune.family import SPLIT_BACKWARD, Access, Pass
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate
 from tests.attention_calls import (
     FLOAT32,

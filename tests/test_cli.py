@@ -18,7 +18,8 @@ from fa_autotune.cli import main
 from fa_autotune.cli.doctor import Machine, Verdict, examine, show
 from fa_autotune.config import PortableFwdConfig
 from fa_autotune.device import KNOWN_DEVICES
-from fa_autotune.problem import AttentionProblem, Pass
+from fa_autotune.family import Pass
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, Regime, Variant
 from fa_autotune.render import render
 from fa_autotune.snapshot import Snapshot, Source, WinnerRow

@@ -22,9 +22,9 @@ from fa_autotune.compiler import (
 from fa_autotune.config import PortableFwdConfig, TmaFwdConfig
 from fa_autotune.device import INTERPRETER_ARCH
 from fa_autotune.errors import WorkerError
+from fa_autotune.family import Access, AttentionFamily, DType, Pass
 from fa_autotune.generated import write_module
 from fa_autotune.paths import cache_dir
-from fa_autotune.problem import Access, AttentionFamily, DType, Pass
 from fa_autotune.records import Candidate, CompileForm, TrialStatus, Variant
 from fa_autotune.render import render
 from fa_autotune.variants import variant_spec

@@ -33,7 +33,8 @@ from fa_autotune.database.connection import TABLES
 from fa_autotune.database.rows import MAX_ERROR
 from fa_autotune.device import KNOWN_DEVICES
 from fa_autotune.errors import DatabaseError, InvalidProblemError
-from fa_autotune.problem import AttentionProblem, Pass
+from fa_autotune.family import Pass
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import (
     AccuracyReport,
     Candidate,

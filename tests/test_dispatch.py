@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 
 from fa_autotune.config import PortableFwdConfig, Schedule
-from fa_autotune.constraints import whole_smem_bytes
 from fa_autotune.decision import Origin, decide, shape_distance
 from fa_autotune.device import INTERPRETER, KNOWN_DEVICES, DeviceSpec
 from fa_autotune.errors import NoKernelError, TemplateError, UnsupportedError
-from fa_autotune.problem import SPLIT_BACKWARD, Access, AttentionProblem, Pass
+from fa_autotune.estimates import whole_smem_bytes
+from fa_autotune.family import SPLIT_BACKWARD, Access, Pass
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, Regime, Variant
 from fa_autotune.snapshot import Snapshot, Source
 from fa_autotune.variants import rejection

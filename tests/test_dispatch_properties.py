@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from fa_autotune.decision import shape_distance
 from fa_autotune.device import INTERPRETER, DeviceSpec
 from fa_autotune.errors import NoKernelError
-from fa_autotune.problem import Access, AttentionProblem
+from fa_autotune.family import Access
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.snapshot import WinnerRow
 from fa_autotune.variants import MIN_TRITON, VARIANTS, rejection, supported_variants, variant_spec
 from tests.strategies import devices, fitting, served_everywhere

@@ -15,7 +15,8 @@ from fa_autotune.config import KernelConfig, PortableFwdConfig, TmaFwdConfig
 from fa_autotune.device import INTERPRETER, known_device
 from fa_autotune.errors import FaAutotuneError, TemplateError
 from fa_autotune.evaluate import Deadlines, LocalEvaluator, rank_finalists
-from fa_autotune.problem import AttentionFamily, AttentionProblem, DType
+from fa_autotune.family import AttentionFamily, DType
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, Measurement, Regime, Role, TrialRecord, TrialStatus, Variant
 
 kernel = pytest.mark.kernel

@@ -13,7 +13,7 @@ from fa_autotune.cli import main
 from fa_autotune.cli.explain import explain_command
 from fa_autotune.device import KNOWN_DEVICES, DeviceSpec
 from fa_autotune.errors import FaAutotuneError, NoKernelError
-from fa_autotune.problem import BACKWARD_PASSES, FUSED_BACKWARD, SPLIT_BACKWARD, Pass
+from fa_autotune.family import BACKWARD_PASSES, FUSED_BACKWARD, SPLIT_BACKWARD, Pass
 from fa_autotune.render import render
 from fa_autotune.snapshot import Source
 from tests.winners import (

@@ -7,8 +7,8 @@ import triton
 
 from fa_autotune.compiler import CompilePool, CompileRequest, CompileResult
 from fa_autotune.device import KNOWN_DEVICES
+from fa_autotune.family import Access, AttentionFamily, DType, Pass
 from fa_autotune.generated import write_module
-from fa_autotune.problem import Access, AttentionFamily, DType, Pass
 from fa_autotune.records import Candidate, TrialStatus, Variant
 from fa_autotune.render import render
 from fa_autotune.variants import compile_form, default_config, seed_configs, supported_variants, variant_spec

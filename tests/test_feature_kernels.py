@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from fa_autotune.device import INTERPRETER
+from fa_autotune.family import Access, AttentionFamily, DType, Pass
 from fa_autotune.launch import LoadedKernel, load_kernel
 from fa_autotune.paths import interpreting
-from fa_autotune.problem import Access, AttentionFamily, DType, Pass
+from fa_autotune.probes import probes
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.variants import variant_spec
-from fa_autotune.verify import probes, verify
+from fa_autotune.verify import verify
 from tests.feature_families import FEATURES, TILED, make_family
 from tests.scalar_functions import on_python_numbers
 from tests.strategies import PLAIN_VARIANTS

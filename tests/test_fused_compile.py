@@ -15,11 +15,11 @@ from fa_autotune.compiler import (
     compile_environ,
     resource_report,
 )
-from fa_autotune.constraints import BARRIER_BYTES, WIDE_BARRIER_BYTES, fused_smem_bytes
 from fa_autotune.device import KNOWN_DEVICES
+from fa_autotune.estimates import BARRIER_BYTES, WIDE_BARRIER_BYTES, fused_smem_bytes
+from fa_autotune.family import AttentionFamily, DType, Pass
 from fa_autotune.fused_workspace import is_wide
 from fa_autotune.generated import write_module
-from fa_autotune.problem import AttentionFamily, DType, Pass
 from fa_autotune.records import Candidate, CompileForm, TrialStatus, Variant
 from fa_autotune.render import render
 from fa_autotune.variants import KnobValue, VariantSpec, default_config, variant_spec

@@ -10,13 +10,15 @@ import torch
 from gluon_emulator import Emulator
 from sabotage import Sabotage, render_with, without
 
+from fa_autotune.family import Pass
 from fa_autotune.fused_workspace import is_wide
 from fa_autotune.generated import load_module, write_module
-from fa_autotune.problem import AttentionProblem, Pass
+from fa_autotune.probes import Probe
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.render import render
 from fa_autotune.variants import KnobValue, variant_spec
-from fa_autotune.verify import Probe, verify
+from fa_autotune.verify import verify
 
 TRIES = 10  # orders of events in which a missing wait may show
 PROBE_SEEDS = count()  # the inputs of a probe are kept, and so would be turns that a failed kernel left

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fa_autotune.device import INTERPRETER
+from fa_autotune.family import Access, AttentionFamily, DType, Pass, strongest_access
 from fa_autotune.fused_workspace import DQ_LANES, dq_acc_size, fused_tile, is_wide, statistics_size, turns_size
 from fa_autotune.generated import candidates_dir, load_module, write_module
 from fa_autotune.launch import install_interpreter_shim, load_kernel
 from fa_autotune.paths import interpreting
-from fa_autotune.problem import Access, AttentionFamily, AttentionShape, DType, Pass, strongest_access
+from fa_autotune.problem import AttentionShape
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.render import render
 from fa_autotune.variants import variant_spec

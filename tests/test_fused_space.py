@@ -16,9 +16,10 @@ from fa_autotune.config import (
     config_key,
     config_label,
 )
-from fa_autotune.constraints import fused_smem_bytes
 from fa_autotune.device import KNOWN_DEVICES
-from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, DType, Pass
+from fa_autotune.estimates import fused_smem_bytes
+from fa_autotune.family import Access, AttentionFamily, DType, Pass
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.render import render
 from fa_autotune.variants import (

@@ -12,8 +12,8 @@ import pytest
 
 from fa_autotune.config import PortableFwdConfig
 from fa_autotune.errors import CompileError, FaAutotuneError
+from fa_autotune.family import AttentionFamily, DType
 from fa_autotune.generated import candidates_dir, load_module, write_exactly, write_module
-from fa_autotune.problem import AttentionFamily, DType
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.render import KernelSource, render
 

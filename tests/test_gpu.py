@@ -15,13 +15,15 @@ from fa_autotune.config import PortableFwdConfig
 from fa_autotune.device import KNOWN_DEVICES
 from fa_autotune.errors import LaunchError
 from fa_autotune.evaluate import Deadlines, LocalEvaluator
+from fa_autotune.family import Access, AttentionFamily, DType, strongest_access
 from fa_autotune.launch import LoadedKernel, live_device, live_toolchain, load_kernel
 from fa_autotune.measure import MeasurePolicy
-from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, DType, strongest_access
+from fa_autotune.probes import probes
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, Regime, TrialStatus, Variant
 from fa_autotune.reference import attention_reference, attention_same_precision
 from fa_autotune.variants import default_config, seed_configs, supported_variants
-from fa_autotune.verify import probes, verify
+from fa_autotune.verify import verify
 
 pytestmark = pytest.mark.gpu
 

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from fa_autotune import attention, warmup
+from fa_autotune.family import Access, DType, Pass
 from fa_autotune.launch import live_device, live_toolchain, load_kernel
-from fa_autotune.problem import Access, AttentionProblem, DType, Pass
+from fa_autotune.probes import probes
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate
 from fa_autotune.variants import default_config, seed_configs, supported_variants
-from fa_autotune.verify import probes, verify
+from fa_autotune.verify import verify
 from tests.attention_calls import assert_gradients_right, assert_right, gradient_of, gradients, requiring
 from tests.feature_families import FEATURES, TILED, make_family
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fa_autotune.family import AttentionFamily, DType, Pass
 from fa_autotune.fused_workspace import dq_acc_size, is_wide, statistics_size, turns_size
 from fa_autotune.launch import LoadedKernel, live_device, load_kernel
-from fa_autotune.problem import AttentionFamily, AttentionShape, DType, Pass
+from fa_autotune.problem import AttentionShape
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.reference import attention_gradients, attention_reference
 from fa_autotune.variants import KnobValue, default_config, variant_spec

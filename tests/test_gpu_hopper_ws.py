@@ -20,14 +20,16 @@ from fa_autotune.constraints import Rejected
 from fa_autotune.database import SessionKind, TuningDatabase
 from fa_autotune.decision import Origin
 from fa_autotune.dispatch import Dispatcher
+from fa_autotune.family import Access, AttentionFamily, DType, Pass
 from fa_autotune.launch import LoadedKernel, live_device, live_toolchain, load_kernel
-from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, AttentionShape, DType, Pass
+from fa_autotune.probes import Probe, probes
+from fa_autotune.problem import AttentionProblem, AttentionShape
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.reference import attention_reference
 from fa_autotune.render import render
 from fa_autotune.snapshot import Snapshot, load_snapshot
 from fa_autotune.variants import KnobValue, seed_configs, variant_spec
-from fa_autotune.verify import Probe, probes, verify
+from fa_autotune.verify import verify
 from tests.tuning_samples import begin, confirmed, ok_record
 
 pytestmark = pytest.mark.gpu

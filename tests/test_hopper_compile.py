@@ -22,10 +22,10 @@ from fa_autotune.compiler import (
     resource_report,
 )
 from fa_autotune.config import HopperWsFwdConfig, Schedule
-from fa_autotune.constraints import BARRIER_BYTES, hopper_smem_bytes
 from fa_autotune.device import KNOWN_DEVICES
+from fa_autotune.estimates import BARRIER_BYTES, hopper_smem_bytes
+from fa_autotune.family import Access, AttentionFamily, DType, Pass
 from fa_autotune.generated import write_module
-from fa_autotune.problem import Access, AttentionFamily, DType, Pass
 from fa_autotune.records import Candidate, CompileForm, TrialStatus, Variant
 from fa_autotune.render import render
 from fa_autotune.variants import KnobValue, compile_form, variant_spec

@@ -10,12 +10,14 @@ from gluon_emulator import Emulator
 from sabotage import Sabotage, render_with, without
 
 from fa_autotune.config import Schedule
+from fa_autotune.family import Pass
 from fa_autotune.generated import load_module, write_module
-from fa_autotune.problem import AttentionProblem, Pass
+from fa_autotune.probes import Probe
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.render import render
 from fa_autotune.variants import KnobValue, variant_spec
-from fa_autotune.verify import Probe, verify
+from fa_autotune.verify import verify
 
 TRIES = 5  # orders of events in which a missing wait may show
 Failures = Callable[..., tuple[str, ...]]

@@ -14,7 +14,8 @@ from tuning_samples import begin, confirmed, ok_record
 from fa_autotune.config import HopperWsFwdConfig, Schedule
 from fa_autotune.database import SessionKind, TuningDatabase
 from fa_autotune.device import INTERPRETER, KNOWN_DEVICES
-from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, DType, Pass
+from fa_autotune.family import Access, AttentionFamily, DType, Pass
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, TrialStatus, Variant
 from fa_autotune.snapshot import load_snapshot
 from fa_autotune.tuner.study import VariantSearch

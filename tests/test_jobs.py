@@ -15,9 +15,10 @@ from fa_autotune.database import Miss, TuningDatabase
 from fa_autotune.decision import rendered_digest
 from fa_autotune.device import INTERPRETER, KNOWN_DEVICES, Toolchain
 from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
+from fa_autotune.family import BACKWARD_PASSES, DType, Pass
 from fa_autotune.jobs import TuneJob, find_device, parse_duration_s, tune_job
 from fa_autotune.models import default_problems, tiny_problems
-from fa_autotune.problem import BACKWARD_PASSES, AttentionProblem, DType, Pass
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, TrialStatus, Variant
 from fa_autotune.tuner import JobStarted, ProblemStarted, TrialEnded, TuneBudget
 from fa_autotune.variants import default_config, variant_spec

@@ -9,12 +9,14 @@ from strategies import PLAIN_VARIANTS
 
 from fa_autotune.config import KernelConfig, PortableFwdConfig, TmaFwdConfig
 from fa_autotune.device import INTERPRETER
+from fa_autotune.family import Access, AttentionFamily, DType, strongest_access
 from fa_autotune.launch import LoadedKernel, load_kernel
 from fa_autotune.paths import interpreting
-from fa_autotune.problem import Access, AttentionFamily, AttentionShape, DType, strongest_access
+from fa_autotune.probes import Probe, probes
+from fa_autotune.problem import AttentionShape
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.reference import attention_reference, seeded_inputs
-from fa_autotune.verify import Probe, probes, verify
+from fa_autotune.verify import verify
 
 pytestmark = [
     pytest.mark.kernel,

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from fa_autotune.errors import InvalidProblemError
+from fa_autotune.family import DType
 from fa_autotune.models import (
     KNOWN_MODELS,
     default_problems,
@@ -12,7 +13,7 @@ from fa_autotune.models import (
     problems_from_hf_config,
     tiny_problems,
 )
-from fa_autotune.problem import AttentionProblem, DType
+from fa_autotune.problem import AttentionProblem
 
 LLAMA = {
     "model_type": "llama",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fa_autotune import attention
-from fa_autotune.problem import Access
+from fa_autotune.family import Access
 from fa_autotune.tensors import access_of
 from tests.attention_calls import BFLOAT16, FLOAT32, assert_right, make, runs_kernels
 from tests.views import VIEWS, one_element_late

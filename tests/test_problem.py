@@ -10,19 +10,18 @@ from hypothesis import strategies as st
 from strategies import families, json_values, problems
 
 from fa_autotune.errors import InvalidProblemError
-from fa_autotune.problem import (
+from fa_autotune.family import (
     BACKWARD_PASSES,
     FUSED_BACKWARD,
     SPLIT_BACKWARD,
     Access,
     AttentionFamily,
-    AttentionProblem,
-    AttentionShape,
     DType,
     Pass,
     parse_passes,
     strongest_access,
 )
+from fa_autotune.problem import AttentionProblem, AttentionShape
 
 LLAMA = AttentionProblem.parse("4x32x8x4096x4096x128,causal")
 

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from fa_autotune import reference
-from fa_autotune.problem import Access, AttentionFamily, AttentionShape, DType
+from fa_autotune.family import Access, AttentionFamily, DType
+from fa_autotune.problem import AttentionShape
 from fa_autotune.reference import (
     TORCH_DTYPES,
     attention_reference,

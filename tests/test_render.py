@@ -18,11 +18,11 @@ from strategies import candidates
 
 from fa_autotune import render as render_module
 from fa_autotune.config import BwdDeltaConfig, Schedule, TmaFwdConfig
-from fa_autotune.constraints import head_dim_pieces
 from fa_autotune.device import KNOWN_DEVICES
 from fa_autotune.errors import InvalidConfigError, InvalidProblemError, TemplateError
+from fa_autotune.estimates import head_dim_pieces
+from fa_autotune.family import Access, AttentionFamily, DType, Pass, strongest_access
 from fa_autotune.paths import templates_dir
-from fa_autotune.problem import Access, AttentionFamily, DType, Pass, strongest_access
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.render import KernelSource, pieces, render
 from fa_autotune.variants import VARIANTS, VariantSpec, variant_spec

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_autotune.config import HopperWsFwdConfig, Schedule
-from fa_autotune.constraints import BARRIER_BYTES, hopper_smem_bytes
-from fa_autotune.problem import Access, AttentionFamily, DType
+from fa_autotune.estimates import BARRIER_BYTES, hopper_smem_bytes
+from fa_autotune.family import Access, AttentionFamily, DType
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.render import render
 from tests.strategies import head_dims

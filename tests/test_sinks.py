@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fa_autotune import attention
 from fa_autotune.errors import InvalidProblemError
-from fa_autotune.problem import SPLIT_BACKWARD, Pass
+from fa_autotune.family import SPLIT_BACKWARD, Pass
 from fa_autotune.records import Candidate
 from fa_autotune.tensors import BSHD, FULL, GENERATED
 from tests.attention_calls import (

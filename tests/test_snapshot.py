@@ -16,7 +16,8 @@ from fa_autotune.config import PortableFwdConfig, TmaFwdConfig, config_key
 from fa_autotune.database import SessionKind, SessionState, TuningDatabase
 from fa_autotune.device import KNOWN_DEVICES, Toolchain
 from fa_autotune.dispatch import Dispatcher
-from fa_autotune.problem import BACKWARD_PASSES, AttentionProblem, Pass
+from fa_autotune.family import BACKWARD_PASSES, Pass
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import (
     AccuracyReport,
     Candidate,

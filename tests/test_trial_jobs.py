@@ -15,10 +15,11 @@ from fa_autotune import trial_jobs
 from fa_autotune.config import PortableFwdConfig
 from fa_autotune.device import INTERPRETER, known_device
 from fa_autotune.evaluate import INTERPRETER_POLICY
+from fa_autotune.family import AttentionFamily, DType
 from fa_autotune.generated import load_module, write_module
 from fa_autotune.measure import MeasurePolicy
 from fa_autotune.paths import interpreting
-from fa_autotune.problem import AttentionFamily, AttentionProblem, DType
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import AccuracyReport, Candidate, Measurement, Regime, Role, TrialStatus, Variant
 from fa_autotune.trial_jobs import (
     Bench,

@@ -9,7 +9,8 @@ from fa_autotune.config import TmaFwdConfig
 from fa_autotune.database import SessionKind, SessionState, TuningDatabase
 from fa_autotune.device import KNOWN_DEVICES, Toolchain
 from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
-from fa_autotune.problem import BACKWARD_PASSES, AttentionProblem, Pass
+from fa_autotune.family import BACKWARD_PASSES, Pass
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, Role, TrialRecord, TrialStatus, Variant
 from fa_autotune.tuner import (
     ConfirmStarted,

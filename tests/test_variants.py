@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from strategies import candidates, devices, families, problems, specs_and_families
 
 from fa_autotune.config import PortableFwdConfig
-from fa_autotune.constraints import head_dim_pieces, padded_head_dim, whole_smem_bytes
 from fa_autotune.device import INTERPRETER, KNOWN_DEVICES, DeviceSpec
 from fa_autotune.errors import UnsupportedError
-from fa_autotune.problem import FUSED_BACKWARD, Access, AttentionFamily, AttentionProblem, DType, Pass
+from fa_autotune.estimates import head_dim_pieces, padded_head_dim, whole_smem_bytes
+from fa_autotune.family import FUSED_BACKWARD, Access, AttentionFamily, DType, Pass
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, CompileForm, Variant
 from fa_autotune.variants import (
     VARIANTS,

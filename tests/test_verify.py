@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from fa_autotune.family import Access, AttentionFamily, DType
 from fa_autotune.features import Features
-from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, AttentionShape, DType
+from fa_autotune.probes import Probe, probes
+from fa_autotune.problem import AttentionProblem, AttentionShape
 from fa_autotune.records import AccuracyReport
 from fa_autotune.reference import attention_reference, attention_same_precision, seeded_inputs
-from fa_autotune.verify import SAMPLED_ROWS, Kernel, Probe, probes, verify, verify_sampled
+from fa_autotune.verify import SAMPLED_ROWS, Kernel, verify, verify_sampled
 
 CPU = torch.device("cpu")
 BLOCK = 16

@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fa_autotune.problem import Access, AttentionFamily, AttentionProblem, AttentionShape, DType, Pass
+from fa_autotune.family import Access, AttentionFamily, DType, Pass
+from fa_autotune.probes import probes
+from fa_autotune.problem import AttentionProblem, AttentionShape
 from fa_autotune.records import AccuracyReport
 from fa_autotune.reference import gradients_from_statistics
-from fa_autotune.verify import SAMPLED_ROWS, Kernel, probes, verify, verify_sampled
+from fa_autotune.verify import SAMPLED_ROWS, Kernel, verify, verify_sampled
 from fa_autotune.workload import bottom_right_diagonal, seeded_workload
 
 CPU = torch.device("cpu")

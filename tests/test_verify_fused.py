@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from fa_autotune.family import AttentionFamily, Pass
 from fa_autotune.fused_workspace import fused_tile
-from fa_autotune.problem import AttentionFamily, AttentionProblem, Pass
+from fa_autotune.probes import Probe, probes
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import AccuracyReport
 from fa_autotune.reference import gradients_from_statistics
-from fa_autotune.verify import UNORDERED_RUNS, Kernel, Probe, probes, verify, verify_sampled
+from fa_autotune.verify import UNORDERED_RUNS, Kernel, verify, verify_sampled
 from fa_autotune.workload import acc_of_dq, dq_of_acc, lse_and_delta_of, seeded_workload, statistics_of
 
 CPU = torch.device("cpu")

@@ -20,7 +20,8 @@ from fa_autotune import (
 from fa_autotune.device import KNOWN_DEVICES
 from fa_autotune.dispatch import BackwardWay, Dispatcher
 from fa_autotune.errors import InvalidProblemError
-from fa_autotune.problem import AttentionProblem, Pass
+from fa_autotune.family import Pass
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.snapshot import Snapshot
 from tests.attention_calls import (

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from fa_autotune.family import Access, Pass
 from fa_autotune.fused_workspace import dq_acc_size
-from fa_autotune.problem import Access, AttentionProblem, Pass
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.reference import attention_reference, gradients_from_statistics
 from fa_autotune.workload import (
     Workload,

@@ -16,8 +16,9 @@ from fa_autotune.config import (
 from fa_autotune.decision import Decision, decide
 from fa_autotune.device import KNOWN_DEVICES, DeviceSpec
 from fa_autotune.dispatch import ZEROS_PER_POSTPROCESSING, Dispatcher
+from fa_autotune.family import SPLIT_BACKWARD, Pass
 from fa_autotune.fused_workspace import is_wide
-from fa_autotune.problem import SPLIT_BACKWARD, AttentionProblem, Pass
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, Regime, Variant
 from fa_autotune.snapshot import Snapshot, Source, WinnerRow
 from fa_autotune.variants import default_config, variant_spec

@@ -21,7 +21,7 @@ from fa_autotune.cli.terminal import say
 from fa_autotune.decision import parse_triton_version
 from fa_autotune.device import DeviceSpec
 from fa_autotune.errors import FaAutotuneError
-from fa_autotune.problem import AttentionFamily, DType
+from fa_autotune.family import AttentionFamily, DType
 from fa_autotune.snapshot import Snapshot, Source, load_snapshot
 from fa_autotune.variants import MIN_TRITON, VARIANTS
 

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import click
 
+from fa_autotune.family import DType
 from fa_autotune.models import (
     DEFAULT_SEQLENS,
     DEFAULT_TOKENS,
@@ -14,7 +15,7 @@ from fa_autotune.models import (
     problems_for_model,
     problems_from_hf_config,
 )
-from fa_autotune.problem import AttentionProblem, DType
+from fa_autotune.problem import AttentionProblem
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 _DTYPES = {"bf16": DType.BFLOAT16, "fp16": DType.FLOAT16, "fp32": DType.FLOAT32}

@@ -11,7 +11,8 @@ from fa_autotune import paths
 from fa_autotune.config import KernelConfig
 from fa_autotune.device import DeviceSpec, known_device
 from fa_autotune.errors import FaAutotuneError, InvalidConfigError
-from fa_autotune.problem import AttentionFamily, AttentionProblem
+from fa_autotune.family import AttentionFamily
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.variants import GLUON_TRITONS, VARIANTS, VariantSpec, default_config, variant_spec
 

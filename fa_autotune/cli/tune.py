@@ -15,7 +15,8 @@ from fa_autotune.cli.problem_options import named_problems, problem_options
 from fa_autotune.cli.terminal import print_table, say
 from fa_autotune.config import config_label
 from fa_autotune.device import INTERPRETER_ARCH
-from fa_autotune.problem import AttentionProblem, parse_passes
+from fa_autotune.family import parse_passes
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import TrialStatus
 
 if TYPE_CHECKING:

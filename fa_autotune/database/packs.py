@@ -27,7 +27,8 @@ from fa_autotune.database.rows import (
 )
 from fa_autotune.device import DeviceSpec, Toolchain
 from fa_autotune.errors import DatabaseError, InvalidPackError
-from fa_autotune.problem import AttentionProblem, canonical_json
+from fa_autotune.family import canonical_json
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Role, TrialStatus
 from fa_autotune.schema import APPLICATION_ID
 

@@ -30,7 +30,8 @@ from fa_autotune.database.entries import (
 )
 from fa_autotune.device import DeviceSpec, Toolchain
 from fa_autotune.errors import FaAutotuneError, InvalidPackError
-from fa_autotune.problem import AttentionFamily, AttentionProblem, canonical_json
+from fa_autotune.family import AttentionFamily, canonical_json
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import (
     AccuracyReport,
     Candidate,

@@ -61,8 +61,9 @@ from fa_autotune.database.writing import (
 )
 from fa_autotune.device import DeviceSpec, Toolchain
 from fa_autotune.errors import DatabaseError, InvalidProblemError
+from fa_autotune.family import canonical_json
 from fa_autotune.paths import expanded
-from fa_autotune.problem import AttentionProblem, canonical_json
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import TrialRecord, TrialStatus, Variant
 from fa_autotune.schema import SCHEMA_VERSION
 

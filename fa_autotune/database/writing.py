@@ -31,7 +31,8 @@ from fa_autotune.database.rows import (
 )
 from fa_autotune.device import DeviceSpec, Toolchain
 from fa_autotune.errors import DatabaseError, InvalidPackError
-from fa_autotune.problem import FAMILY_OPTIONS, SHAPE_OPTIONS, AttentionProblem, canonical_json
+from fa_autotune.family import FAMILY_OPTIONS, SHAPE_OPTIONS, canonical_json
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, TrialRecord, TrialStatus
 
 Values = dict[str, str | int | float | None]

@@ -15,7 +15,8 @@ from fa_autotune.database.entries import JSON
 from fa_autotune.decision import parse_triton_version, rendered_digest, shape_distance
 from fa_autotune.device import DeviceSpec, Toolchain
 from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
-from fa_autotune.problem import AttentionFamily, AttentionProblem
+from fa_autotune.family import AttentionFamily
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, Evaluator, TrialRecord, TrialStatus, Variant
 from fa_autotune.tuner.events import (
     ConfirmedWinner,
