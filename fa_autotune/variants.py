@@ -55,6 +55,7 @@ from fa_autotune.records import Candidate, CompileForm, Variant
 
 MIN_TRITON = (3, 6)
 GLUON_TRITONS = ((3, 6), (3, 7))
+WIDEST_WITH_LEFT_WINDOW = 192  # head_dim_v of the Hopper forward; wider ones spill in their loops
 _MOST_SPECIALISED_FIRST = (Variant.HOPPER_WIDE, Variant.HOPPER_WS, Variant.TMA, Variant.PORTABLE)
 _SMALL_SPACE = 16_384  # points that a search may look at one by one before it starts
 _DEFAULT_SMEM_BYTES = 62 * 1024  # 64 KB less what the compiler adds: barriers, layout changes
@@ -352,15 +353,28 @@ def _hopper_ws_supports(family: AttentionFamily, arch: str, triton_version: tupl
         return f"tensor descriptors can't read these pointers and strides (access={family.access.value})"
     if family.dtype is DType.FLOAT32:
         return "wgmma multiplies no float32 in ieee precision; the portable variant serves"
-    return _plain_scores(family)
+    return None
+
+
+def _hopper_forward_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
+    if reason := _hopper_ws_supports(family, arch, triton_version):
+        return reason
+    if family.bounded_left and family.head_dim_v > WIDEST_WITH_LEFT_WINDOW:
+        return (
+            f"both edges of a window need registers that head_dim_v={family.head_dim_v} does not leave, "
+            f"{WIDEST_WITH_LEFT_WINDOW} at most does; the tma variant serves"
+        )
+    return _lacking(family, alibi="ALiBi")
 
 
 def _plain_scores(family: AttentionFamily) -> str | None:
-    """What the kernels in Gluon, and those beside them, do not know yet."""
-    lacks = {"bounded_left": "window to the left", "softcap": "cap on the scores", "alibi": "ALiBi"}
-    if family.kernel_pass is Pass.FWD:
-        lacks["sinks"] = "sinks"
-    found = [words for name, words in lacks.items() if getattr(family, name)]
+    """What the fused backwards, and the kernels beside them, do not know yet."""
+    return _lacking(family, bounded_left="window to the left", softcap="cap on the scores", alibi="ALiBi")
+
+
+def _lacking(family: AttentionFamily, **unknown: str) -> str | None:
+    """Which of the features that a variant does not know a family has."""
+    found = [words for name, words in unknown.items() if getattr(family, name)]
     return f"it knows no {' and no '.join(found)}; the tma and portable variants serve" if found else None
 
 
@@ -368,13 +382,13 @@ def _fused_supports(family: AttentionFamily, arch: str, triton_version: tuple[in
     if is_wide(family):
         widest = max(family.head_dim, family.head_dim_v)
         return f"its warpgroups share out dk and dv up to head_dim {WIDEST_SHARED}, not {widest}; hopper_wide serves"
-    return _hopper_ws_supports(family, arch, triton_version)
+    return _hopper_ws_supports(family, arch, triton_version) or _plain_scores(family)
 
 
 def _wide_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
     if not is_wide(family):
         return f"it is for head dims above {WIDEST_SHARED}; hopper_ws serves"
-    return _hopper_ws_supports(family, arch, triton_version)
+    return _hopper_ws_supports(family, arch, triton_version) or _plain_scores(family)
 
 
 def _beside_fused_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
@@ -486,7 +500,7 @@ VARIANTS: tuple[VariantSpec, ...] = (
         config_type=HopperWsFwdConfig,
         knobs=_HOPPER_KNOBS,
         constraints=HOPPER_CONSTRAINTS,
-        supports=_hopper_ws_supports,
+        supports=_hopper_forward_supports,
         canonical=_canonical_hopper,
     ),
     VariantSpec(

@@ -231,6 +231,9 @@ class Pointer:
     def __add__(self, offset: int | Tensor) -> "Pointer":
         return Pointer(self.values, self.place + offset)
 
+    def load(self) -> Tensor:
+        return self.values[self.place]
+
     def store(self, value: Any, mask: Tensor | None = None) -> None:
         if mask is None:
             self.values[self.place] = value
@@ -245,11 +248,23 @@ class Pointer:
         return found
 
 
+def _pointer(tensor: Tensor) -> Pointer:
+    """To a tensor's first value, among all that its memory holds: strides count from there."""
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return Pointer(torch.as_strided(tensor, (count,), (1,), 0), tensor.storage_offset())
+
+
 class Number(int):
     """A scalar of a kernel."""
 
     def to(self, _dtype: object) -> "Number":
         return self
+
+    def __floordiv__(self, other: int) -> "Number":
+        return Number(int(self) // other)
+
+    def __mod__(self, other: int) -> "Number":
+        return Number(int(self) % other)
 
 
 def _window(desc: Any, start: Sequence[int]) -> tuple[Tensor, tuple[slice, ...]]:
@@ -273,7 +288,7 @@ class Emulator:
     def __call__(self, q: Tensor, k: Tensor, *others: Any) -> None:
         scratch = torch.zeros(getattr(self.module, "SCRATCH_INTS", 0), dtype=torch.int32)
         given = (q, k, *others, scratch) if scratch.numel() else (q, k, *others)
-        arguments = [Pointer(one.view(-1)) if isinstance(one, Tensor) else one for one in self.module.arguments(*given)]
+        arguments = [_pointer(one) if isinstance(one, Tensor) else one for one in self.module.arguments(*given)]
         programs = self._programs(q, k, is_counted=bool(scratch.numel()))
         machine = Machine(self.seed, self.num_sms)
         names = _names(self.module, machine)
@@ -324,6 +339,8 @@ def _names(module: ModuleType, machine: Machine) -> dict[str, Any]:
         names.update(_ping_pong(machine, names["CONSUMERS"]))
     else:
         names.update(_assembly(machine, names.get("MEETING_THREADS", 0)))
+    if "tanh" in names:
+        names["tanh"] = torch.tanh
     if "keep" in names:
         tile_at, dtype = names["tile_at"], names["DTYPE"]
         names.update(
@@ -407,6 +424,7 @@ def _language() -> SimpleNamespace:
         log2=torch.log2,
         sum=lambda values, axis: values.sum(axis),
         max=lambda values, axis: values.amax(axis) if values.dim() > 1 else int(values.amax(axis)),
+        load=lambda pointer: pointer.load(),
         store=lambda pointer, value, mask=None: pointer.store(value, mask),
         atomic_add=lambda pointer, number, sem: pointer.add(number),
         static_range=range,

@@ -86,6 +86,26 @@ def test_full_rows(text: str, schedule: Schedule, knobs: dict[str, KnobValue], f
 
 
 @every_kernel
+@pytest.mark.parametrize("top_left", [False, True], ids=["bottom-right", "top-left"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1x4x2x150x300x128,causal,left=70",
+        "1x2x1x420x300x64,left=200,right=90",
+        "2x2x2x65x500x96x40,fp16,left=130",
+        "1x2x2x200x200x64,causal,softcap",
+        "1x4x2x100x150x128,fp16,causal,sinks",
+        "1x2x1x300x130x64,left=3,right=1,softcap,sinks",
+        "1x2x1x70x65x64,softcap,sinks",
+    ],
+)
+def test_features(
+    text: str, top_left: bool, schedule: Schedule, knobs: dict[str, KnobValue], failures: Failures
+) -> None:
+    assert failures(text, schedule, top_left=top_left, **knobs) == ()
+
+
+@every_kernel
 def test_exact_lengths(schedule: Schedule, knobs: dict[str, KnobValue], failures: Failures) -> None:
     assert failures("1x2x1x256x384x64", schedule, EXACT_LENGTHS=True, **knobs) == ()
 

@@ -190,6 +190,14 @@ GOLDEN_CASES = {
     "fwd_portable/bf16_d64_causal_alibi_sinks": make_candidate(
         Variant.PORTABLE, make_family(causal=True, alibi=True, sinks=True), ROW_SUM_LANES=8
     ),
+    "fwd_hopper_ws/bf16_d128_window_softcap_sinks": make_candidate(
+        Variant.HOPPER_WS,
+        make_family(head_dim=128, causal=True, bounded_left=True, softcap=True, sinks=True),
+        SCHEDULE=Schedule.PIPELINED,
+    ),
+    "fwd_hopper_ws/bf16_d64_left_single": make_candidate(
+        Variant.HOPPER_WS, make_family(bounded_left=True), SCHEDULE=Schedule.SINGLE, CONSUMERS=1
+    ),
     "fwd_tma/bf16_d64_full_sinks": make_candidate(Variant.TMA, make_family(sinks=True)),
     "bwd_dkdv_tma/bf16_d64_causal_alibi": make_backward(
         Pass.BWD_DKDV, Variant.TMA, make_family(causal=True, alibi=True)

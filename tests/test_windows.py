@@ -19,7 +19,7 @@ from fa_autotune import (
 )
 from fa_autotune.device import KNOWN_DEVICES
 from fa_autotune.dispatch import BackwardWay, Dispatcher
-from fa_autotune.errors import InvalidProblemError
+from fa_autotune.errors import InvalidProblemError, NoKernelError
 from fa_autotune.family import Pass
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, Variant
@@ -289,25 +289,44 @@ def dispatcher() -> Dispatcher:
     )
 
 
-@pytest.mark.parametrize("kernel_pass", [Pass.FWD, Pass.BWD_DKDV, Pass.BWD_DQ])
-def test_kernels_through_descriptors_serve_windows_on_hopper(kernel_pass: Pass) -> None:
+@pytest.mark.parametrize(
+    ("kernel_pass", "variant"),
+    [(Pass.FWD, Variant.HOPPER_WS), (Pass.BWD_DKDV, Variant.TMA), (Pass.BWD_DQ, Variant.TMA)],
+)
+def test_kernels_for_hopper_serve_windows_as_far_as_they_know_them(kernel_pass: Pass, variant: Variant) -> None:
     problem = AttentionProblem.parse("4x32x8x4096x4096x128,causal,left=1023").for_pass(kernel_pass)
-    assert dispatcher().peek(problem).candidate.variant is Variant.TMA
+    assert dispatcher().peek(problem).candidate.variant is variant
+
+
+@pytest.mark.parametrize("text", ["causal,softcap", "causal,sinks", "left=100,right=3,softcap,sinks", "sinks"])
+def test_the_warp_specialised_forward_serves_caps_and_sinks(text: str) -> None:
+    decision = dispatcher().peek(AttentionProblem.parse(f"4x32x8x4096x4096x128,{text}"))
+    assert decision.candidate.variant is Variant.HOPPER_WS
+
+
+def test_both_edges_of_a_window_spill_beside_the_widest_values() -> None:
+    decision = dispatcher().peek(AttentionProblem.parse("4x8x8x4096x4096x256,causal,left=1023"))
+    assert decision.candidate.variant is Variant.TMA
+    assert "both edges of a window need registers that head_dim_v=256 does not leave" in decision.describe()
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("left=1023", "it knows no window to the left;"),
-        ("softcap", "it knows no cap on the scores;"),
         ("alibi", "it knows no ALiBi;"),
-        ("sinks", "it knows no sinks;"),
-        ("left=1023,softcap", "it knows no window to the left and no cap on the scores;"),
+        ("alibi,bwd_fused", "it knows no ALiBi;"),
+        ("left=1023,bwd_fused", "it knows no window to the left;"),
+        ("softcap,bwd_fused", "it knows no cap on the scores;"),
+        ("left=1023,softcap,bwd_fused", "it knows no window to the left and no cap on the scores;"),
     ],
 )
 def test_the_trace_says_why_a_feature_is_not_served_by_a_variant(text: str, says: str) -> None:
-    decision = dispatcher().peek(AttentionProblem.parse(f"4x32x8x4096x4096x128,causal,{text}"))
-    assert f"hopper_ws can't serve this call: {says} the tma and portable variants serve" in decision.describe()
+    problem = AttentionProblem.parse(f"4x32x8x4096x4096x128,causal,{text}")
+    try:
+        told = dispatcher().peek(problem).describe()
+    except NoKernelError as error:
+        told = str(error)
+    assert f"{says} the tma and portable variants serve" in told
 
 
 def test_a_window_to_the_right_alone_is_served_as_causal_is() -> None:
