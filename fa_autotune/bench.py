@@ -25,6 +25,7 @@ from fa_autotune.device import DeviceSpec, Toolchain
 from fa_autotune.dispatch import Dispatcher
 from fa_autotune.errors import FaAutotuneError, UnsupportedError
 from fa_autotune.family import Pass
+from fa_autotune.features import Features
 from fa_autotune.launch import live_device, live_toolchain, load_kernel
 from fa_autotune.measure import Launch, MeasurePolicy, confirm, make_timer, regime_for
 from fa_autotune.ops import attention
@@ -311,7 +312,8 @@ def _sdpa(
 def _flex(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Tensor], str]:
     from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415 - imports the compiler
 
-    _require_no_tensors(problem)
+    if problem.family.sinks:
+        raise UnsupportedError("sinks are no score of a key, so FlexAttention can't express them in one call")
     shape = problem.shape
     mask = None
     left, right = problem.window
@@ -329,14 +331,28 @@ def _flex(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[C
         shown = visible if problem.family.bounded_left else causal
         mask = create_block_mask(shown, None, None, shape.seqlen_q, shape.seqlen_k, device=q.device)
     options: dict[str, Any] = {"block_mask": mask, "enable_gqa": shape.gqa_group_size > 1}
-    if (softcap := seeded_features(problem, device=q.device).softcap) != 0.0:
-
-        def capped(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-            return softcap * torch.tanh(score / softcap)
-
-        options["score_mod"] = capped
+    features = seeded_features(problem, device=q.device)
+    if score_mod := _score_mod(features, shape.seqlen_k - shape.seqlen_q):
+        options["score_mod"] = score_mod
     launch = partial(_compiled_flex(), q, k, v, **options)
     return launch, f"torch {torch.__version__} FlexAttention, compiled with dynamic=False"
+
+
+def _score_mod(features: Features, offset: int) -> Callable[..., Tensor] | None:
+    """What FlexAttention makes of a score; row i's own key is i + offset."""
+    softcap, slopes = features.softcap, features.alibi_slopes
+
+    def capped(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    def biased(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        assert slopes is not None
+        score = capped(score, batch, head, row, key) if softcap else score
+        return score - slopes[batch, head] * (row + offset - key).abs()
+
+    if slopes is not None:
+        return biased
+    return capped if softcap else None
 
 
 @cache

@@ -23,7 +23,8 @@ from fa_autotune.measure import MeasurePolicy
 from fa_autotune.models import default_problems, paper_problems
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Measurement, Regime, Role
-from fa_autotune.reference import seeded_inputs
+from fa_autotune.reference import attention_reference, seeded_inputs
+from fa_autotune.workload import bottom_right_diagonal, seeded_features
 from tests.attention_calls import interpreted
 
 CAUSAL = AttentionProblem.parse("1x16x16x4096x4096x128,causal")
@@ -255,6 +256,27 @@ def test_ours_is_given_what_its_features_need() -> None:
     out = launch.args[3]
     assert out.shape == q.shape
     assert out.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("words", ["causal,softcap", "alibi", "causal,left=9,softcap,alibi", "left=20,right=3"])
+def test_flex_is_given_the_same_problem(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415 - imports the compiler
+
+    monkeypatch.setattr(bench_module, "_compiled_flex", lambda: flex_attention)
+    problem = AttentionProblem.parse(f"2x4x2x150x200x16,{words},fp32")
+    q, k, v = seeded_inputs(problem.family, problem.shape, device=torch.device("cpu"), seed=0)
+    launch, _ = PEERS["flex"](problem, q, k, v)
+    expected, _ = attention_reference(
+        q,
+        k,
+        v,
+        softmax_scale=0.25,
+        diagonal=bottom_right_diagonal(problem),
+        features=seeded_features(problem, device=q.device),
+    )
+    torch.testing.assert_close(launch(), expected, atol=1e-5, rtol=1e-5, check_dtype=False)
 
 
 def test_a_failure_of_ours_is_raised() -> None:
