@@ -360,7 +360,7 @@ def diagonal_first(
     """Only a diagonal can be visited first, and not where a program visits each tile in several heads: its neighbours
     then read the same rows so much later that the L2 cache has lost them (28 measurements on an H200: 1.2 to 1.6 ×).
     """
-    if config.DIAGONAL_FIRST and not family.bounded_right:
+    if config.DIAGONAL_FIRST and not (family.bounded_right or family.bounded_left):
         return "DIAGONAL_FIRST needs a diagonal, a full family has none"
     if config.DIAGONAL_FIRST and shape is not None and shape.gqa_group_size > 1:
         return f"DIAGONAL_FIRST makes {shape.gqa_group_size} query heads of a kv head miss the L2 cache"

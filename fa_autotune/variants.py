@@ -367,11 +367,6 @@ def _hopper_forward_supports(family: AttentionFamily, arch: str, triton_version:
     return _lacking(family, alibi="ALiBi")
 
 
-def _plain_scores(family: AttentionFamily) -> str | None:
-    """What the fused backwards, and the kernels beside them, do not know yet."""
-    return _lacking(family, bounded_left="window to the left", softcap="cap on the scores", alibi="ALiBi")
-
-
 def _lacking(family: AttentionFamily, **unknown: str) -> str | None:
     """Which of the features that a variant does not know a family has."""
     found = [words for name, words in unknown.items() if getattr(family, name)]
@@ -382,13 +377,13 @@ def _fused_supports(family: AttentionFamily, arch: str, triton_version: tuple[in
     if is_wide(family):
         widest = max(family.head_dim, family.head_dim_v)
         return f"its warpgroups share out dk and dv up to head_dim {WIDEST_SHARED}, not {widest}; hopper_wide serves"
-    return _hopper_ws_supports(family, arch, triton_version) or _plain_scores(family)
+    return _hopper_ws_supports(family, arch, triton_version) or _lacking(family, alibi="ALiBi")
 
 
 def _wide_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
     if not is_wide(family):
         return f"it is for head dims above {WIDEST_SHARED}; hopper_ws serves"
-    return _hopper_ws_supports(family, arch, triton_version) or _plain_scores(family)
+    return _hopper_ws_supports(family, arch, triton_version) or _lacking(family, alibi="ALiBi")
 
 
 def _beside_fused_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
@@ -397,7 +392,7 @@ def _beside_fused_supports(family: AttentionFamily, arch: str, triton_version: t
         return f"it goes with the fused kernel, which is for sm_90, not {arch}"
     if family.dtype is DType.FLOAT32:
         return "it goes with the fused kernel, which multiplies no float32"
-    return _portable_supports(family, arch, triton_version) or _plain_scores(family)
+    return _portable_supports(family, arch, triton_version)
 
 
 def _tma_backward_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
