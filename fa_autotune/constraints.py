@@ -377,6 +377,19 @@ def scores_early(
     return None
 
 
+def exact_window(
+    family: AttentionFamily, shape: AttentionShape | None, config: HopperWsBwdConfig, device: DeviceSpec
+) -> str | None:
+    """A window's capped scores take what registers a tile of 128 query rows leaves, and its masks hardly shrink where
+    lengths are exact: the assembler of Triton 3.7 then spills, of all combinations in this one."""
+    both = family.bounded_left and family.bounded_right and family.softcap
+    if config.EXACT_LENGTHS and both and fused_tile(family).block_m > ROWS_PER_WARPGROUP:
+        return (
+            f"EXACT_LENGTHS makes a window of capped scores spill up to head_dim {NARROW_HEAD_DIM}, and gains nothing"
+        )
+    return None
+
+
 def addressable_dq(
     family: AttentionFamily, shape: AttentionShape | None, config: FusedConfig, device: DeviceSpec
 ) -> str | None:
@@ -396,7 +409,14 @@ def fused_shared_memory(
 
 
 # Constraints that look at one knob only: a value that fails them never passes on that family and device.
-ONE_KNOB_CHECKS: tuple[Check, ...] = (register_cap, head_dim_piece, split_outputs, diagonal_first, scores_early)
+ONE_KNOB_CHECKS: tuple[Check, ...] = (
+    register_cap,
+    head_dim_piece,
+    split_outputs,
+    diagonal_first,
+    scores_early,
+    exact_window,
+)
 
 FORWARD_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
     ("threads", threads),
@@ -451,11 +471,12 @@ PREPROCESS_CONSTRAINTS = DELTA_CONSTRAINTS[:2]
 FUSED_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
     ("diagonal_first", diagonal_first),
     ("scores_early", scores_early),
+    ("exact_window", exact_window),
     ("shared_memory", fused_shared_memory),
     ("addressable_dq", addressable_dq),
     ("exact_lengths", exact_lengths),
 )
 
-WIDE_CONSTRAINTS = tuple((name, check) for name, check in FUSED_CONSTRAINTS if check is not scores_early)
+WIDE_CONSTRAINTS = tuple(pair for pair in FUSED_CONSTRAINTS if pair[1] not in (scores_early, exact_window))
 
 POSTPROCESS_CONSTRAINTS: tuple[tuple[str, Check], ...] = (("threads", threads),)
