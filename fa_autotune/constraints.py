@@ -370,23 +370,22 @@ def diagonal_first(
 def scores_early(
     family: AttentionFamily, shape: AttentionShape | None, config: HopperWsBwdConfig, device: DeviceSpec
 ) -> str | None:
-    """Scores beside dS need registers that narrow head dims, with twice the rows in a tile, don't have."""
+    """Scores beside dS need registers that narrow head dims, with twice the rows in a tile, and caps don't have."""
     rows = fused_tile(family).block_m
     if config.SCORES_EARLY and rows > ROWS_PER_WARPGROUP:
         return f"SCORES_EARLY makes a tile of {rows} query rows spill; it is for head dims above {NARROW_HEAD_DIM}"
+    if config.SCORES_EARLY and family.softcap:
+        return "SCORES_EARLY makes kernels of capped scores spill"
     return None
 
 
-def exact_window(
+def exact_cap(
     family: AttentionFamily, shape: AttentionShape | None, config: HopperWsBwdConfig, device: DeviceSpec
 ) -> str | None:
-    """A window's capped scores take what registers a tile of 128 query rows leaves, and its masks hardly shrink where
-    lengths are exact: the assembler of Triton 3.7 then spills, of all combinations in this one."""
-    both = family.bounded_left and family.bounded_right and family.softcap
-    if config.EXACT_LENGTHS and both and fused_tile(family).block_m > ROWS_PER_WARPGROUP:
-        return (
-            f"EXACT_LENGTHS makes a window of capped scores spill up to head_dim {NARROW_HEAD_DIM}, and gains nothing"
-        )
+    """Where a branch for masks separates tanh from the exponentials, the compiler holds fewer values at a time; without
+    it capped kernels spill in many combinations, and no mask at all gains them next to nothing."""
+    if config.EXACT_LENGTHS and family.softcap:
+        return "EXACT_LENGTHS makes kernels of capped scores spill"
     return None
 
 
@@ -415,7 +414,7 @@ ONE_KNOB_CHECKS: tuple[Check, ...] = (
     split_outputs,
     diagonal_first,
     scores_early,
-    exact_window,
+    exact_cap,
 )
 
 FORWARD_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
@@ -471,12 +470,12 @@ PREPROCESS_CONSTRAINTS = DELTA_CONSTRAINTS[:2]
 FUSED_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
     ("diagonal_first", diagonal_first),
     ("scores_early", scores_early),
-    ("exact_window", exact_window),
+    ("exact_cap", exact_cap),
     ("shared_memory", fused_shared_memory),
     ("addressable_dq", addressable_dq),
     ("exact_lengths", exact_lengths),
 )
 
-WIDE_CONSTRAINTS = tuple(pair for pair in FUSED_CONSTRAINTS if pair[1] not in (scores_early, exact_window))
+WIDE_CONSTRAINTS = tuple(pair for pair in FUSED_CONSTRAINTS if pair[1] not in (scores_early, exact_cap))
 
 POSTPROCESS_CONSTRAINTS: tuple[tuple[str, Check], ...] = (("threads", threads),)

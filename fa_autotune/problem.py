@@ -213,9 +213,9 @@ class AttentionProblem:
     def for_pass(self, kernel_pass: Pass, *, unordered: bool = False) -> Self:
         """The problem that another kernel of the same call solves.
 
-        delta and the preprocessing know neither keys nor a mask, and the postprocessing no scores, so calls that differ
-        in these alone share their problem. The access stays, but is that of ordinary tensors where this problem's is. `unordered` is that of the
-        fused kernel. InvalidProblemError from a pass without keys to another one.
+        delta and the preprocessing know neither keys nor a mask, and the postprocessing no scores: calls that differ in
+        these alone share their problem. The access stays, but is that of ordinary tensors where this problem's is.
+        `unordered` is that of the fused kernel. InvalidProblemError from a pass without keys to another one.
         """
         if kernel_pass is self.family.kernel_pass and unordered is self.family.unordered:
             return self

@@ -48,7 +48,7 @@ from fa_autotune.estimates import (
     whole_smem_bytes,
 )
 from fa_autotune.family import Access, AttentionFamily, DType, Pass
-from fa_autotune.fused_workspace import WIDEST_SHARED, is_wide
+from fa_autotune.fused_workspace import PART_ROWS, WIDEST_SHARED, fused_tile, is_wide
 from fa_autotune.hopper_seeds import forward_seeds, fused_seeds, wide_seeds
 from fa_autotune.problem import AttentionProblem, AttentionShape
 from fa_autotune.records import Candidate, CompileForm, Variant
@@ -377,6 +377,9 @@ def _fused_supports(family: AttentionFamily, arch: str, triton_version: tuple[in
     if is_wide(family):
         widest = max(family.head_dim, family.head_dim_v)
         return f"its warpgroups share out dk and dv up to head_dim {WIDEST_SHARED}, not {widest}; hopper_wide serves"
+    narrow = fused_tile(family).block_m > PART_ROWS
+    if family.unordered and family.softcap and family.bounded_left and narrow and family.dtype is DType.FLOAT16:
+        return "a window of capped scores in float16 spills where dq is added in any order; in order it is served"
     return _hopper_ws_supports(family, arch, triton_version) or _lacking(family, alibi="ALiBi")
 
 

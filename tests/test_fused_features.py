@@ -7,11 +7,12 @@ Gluon has no interpreter: kernels run in `gluon_emulator`, the arithmetic of the
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import count
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,8 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sabotage import Sabotage, instead_of, render_with, without
 
+from fa_autotune import backward_plan
+from fa_autotune.backward_plan import BackwardCall, bind_backward
 from fa_autotune.device import INTERPRETER, KNOWN_DEVICES
 from fa_autotune.family import Pass
+from fa_autotune.features import Features
 from fa_autotune.fused_workspace import is_wide
 from fa_autotune.generated import candidates_dir, load_module, write_module
 from fa_autotune.launch import load_kernel
@@ -32,11 +36,13 @@ from fa_autotune.records import Candidate, Variant
 from fa_autotune.render import render
 from fa_autotune.variants import KnobValue, rejection, supported_variants, variant_spec
 from fa_autotune.verify import verify
+from tests.winners import dispatcher
 
 PROBE_SEEDS = count()  # the inputs of a probe are kept, and so would be turns that a failed kernel left
 TRIES = 10  # orders of events in which a missing wait may show
 H200 = KNOWN_DEVICES["h200"]
 CPU = torch.device("cpu")
+NOTHING = torch.empty(0)
 Call = Callable[..., Any]
 
 
@@ -90,10 +96,17 @@ def test_gradients_of_windows_and_caps(text: str, top_left: bool, diagonal_first
     assert failures(text, tmp_path, top_left=top_left, DIAGONAL_FIRST=diagonal_first) == ()
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["ragged", "exact"])
-@pytest.mark.parametrize("head_dims", ["64", "128", "136x64"])
-def test_gradients_of_capped_scores_without_a_mask(head_dims: str, exact: bool, tmp_path: Path) -> None:
-    text = f"1x2x1x{'128x256' if exact else '150x200'}x{head_dims},softcap,bwd_fused"
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1x2x1x150x200x64,softcap,bwd_fused",
+        "1x2x1x150x200x128,softcap,bwd_fused",
+        "1x2x1x128x256x136x64,softcap,bwd_fused",
+        "1x2x1x128x256x128,left=70,bwd_fused",
+    ],
+)
+def test_gradients_of_caps_and_windows_of_whole_tiles_and_of_others(text: str, tmp_path: Path) -> None:
+    exact = "128x256x" in text
     assert failures(text, tmp_path, EXACT_LENGTHS=exact) == ()
 
 
@@ -126,6 +139,17 @@ def test_gradients_of_random_windows(seed: int, tmp_path: Path) -> None:
 def test_gradients_of_many_random_windows(seed: int, tmp_path: Path) -> None:
     text, run = drawn_call(seed)
     assert failures(text, tmp_path, **run) == (), f"{text} {run}"
+
+
+def test_the_tanh_of_float16_is_that_of_its_definition() -> None:
+    """On numbers, as the GPU would compute it but for the last bits of a quotient; the emulator has torch's own."""
+    problem = AttentionProblem.parse("1x1x1x64x64x128,fp16,softcap,bwd_fused")
+    module = load_module(write_module(render(make_candidate(problem)), candidates_dir()))
+    language = SimpleNamespace(exp2=torch.exp2, where=torch.where, abs=torch.abs)
+    tanh = FunctionType(module.tanh.fn.__code__, {"gl": language, "reciprocal": torch.reciprocal})
+    x = torch.cat([torch.logspace(-30, 3, 5000), torch.tensor([0.0, float("inf")])])
+    x = torch.cat([x, -x])
+    torch.testing.assert_close(tanh(x), torch.tanh(x), rtol=2e-5, atol=0.0)
 
 
 # --- what a fault would do --------------------------------------------------------------------------------------------
@@ -269,6 +293,36 @@ def test_dq_of_rows_past_every_window_is_put_in_order_as_zeros(head_dim: int, ma
     assert verify(kernel, problem.family, [*around, blind], CPU).failures == ()
 
 
+class Bound(NamedTuple):
+    """What a launch was bound to beside its tensors."""
+
+    kernel_pass: Pass
+    numbers: tuple[float | int | None, ...]
+
+
+def test_the_fused_kernels_are_given_what_the_call_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[Bound] = []
+
+    def bind(problem: AttentionProblem, tensors: Any, *numbers: float | int | None, gpu: int | None = None) -> None:
+        bound.append(Bound(problem.family.kernel_pass, numbers))
+
+    monkeypatch.setattr(backward_plan, "bind", bind)
+    monkeypatch.setattr(backward_plan, "kernel_for", lambda problem, index: problem)
+    monkeypatch.setattr(backward_plan, "dispatcher_of", lambda index: dispatcher())
+    problem = AttentionProblem.parse("1x2x1x128x300x64,left=20,right=3,softcap")
+    features = Features(left_diagonal=152, softcap=30.0, key_offset=172)
+    call = BackwardCall(
+        problem=problem, index=0, softmax_scale=0.5, diagonal=175, allocate=lambda *_: NOTHING, features=features
+    )
+    q, k = (torch.empty(1, heads, seqlen, 64, dtype=torch.bfloat16) for heads, seqlen in ((2, 128), (1, 300)))
+    bind_backward(call, q, k, k, q, torch.empty(1, 2, 128), q, q, k, k, unordered=False)
+    assert bound == [
+        (Pass.BWD_PREPROCESS, ()),
+        (Pass.BWD_FUSED, (0.5, 175, 152, 30.0)),
+        (Pass.BWD_POSTPROCESS, (0.5, 175, 152, 172)),
+    ]
+
+
 def test_postprocessings_of_capped_calls_are_those_of_uncapped_ones() -> None:
     call = AttentionProblem.parse("1x2x1x64x64x64,causal,left=3,softcap,alibi")
     plain = AttentionProblem.parse("1x2x1x64x64x64,causal,left=3")
@@ -280,11 +334,31 @@ def test_postprocessings_of_capped_calls_are_those_of_uncapped_ones() -> None:
 
 @pytest.mark.parametrize("triton", [(3, 6), (3, 7)])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-@pytest.mark.parametrize("flags", ["left=9", "causal,left=9", "softcap", "left=9,right=3,softcap,unordered"])
+@pytest.mark.parametrize("flags", ["left=9", "causal,left=9", "fp16,softcap", "left=9,right=3,softcap,unordered"])
 def test_windows_and_caps_are_served_on_hopper(flags: str, head_dim: int, triton: tuple[int, int]) -> None:
     text = f"4x16x16x4096x4096x{head_dim},bwd_fused,{flags}"
     (spec,) = supported_variants(AttentionProblem.parse(text).family, "sm_90", triton)
     assert spec.variant is (Variant.HOPPER_WIDE if head_dim > 128 else Variant.HOPPER_WS)
+
+
+@pytest.mark.parametrize(("knob", "constraint"), [("EXACT_LENGTHS", "exact_cap"), ("SCORES_EARLY", "scores_early")])
+def test_knobs_that_make_capped_scores_spill_are_refused(knob: str, constraint: str) -> None:
+    capped = AttentionProblem.parse("4x16x16x4096x4096x128,left=9,softcap,bwd_fused")
+    found = rejection(make_candidate(capped, **{knob: True}), capped.shape, H200)
+    assert found is not None
+    assert found.constraint == constraint
+    plain = AttentionProblem.parse("4x16x16x4096x4096x128,left=9,bwd_fused")
+    assert rejection(make_candidate(plain, **{knob: True}), plain.shape, H200) is None
+    wide = AttentionProblem.parse("4x16x16x4096x4096x256,left=9,softcap,bwd_fused")
+    assert rejection(make_candidate(wide, EXACT_LENGTHS=True), wide.shape, H200) is None
+
+
+def test_the_one_combination_that_spills_is_refused_with_its_reason() -> None:
+    spilling = AttentionProblem.parse("4x16x16x4096x4096x64,fp16,left=9,softcap,bwd_fused,unordered").family
+    spec = variant_spec(Pass.BWD_FUSED, Variant.HOPPER_WS)
+    assert "in float16 spills where dq is added in any order" in str(spec.supports(spilling, "sm_90", (3, 7)))
+    for change in ({"unordered": False}, {"softcap": False}, {"bounded_left": False}, {"head_dim": 128}):
+        assert spec.supports(replace(spilling, **change), "sm_90", (3, 7)) is None
 
 
 @pytest.mark.parametrize(("flags", "is_refused"), [("softcap", True), ("left=9", False), ("causal,left=9", False)])

@@ -210,8 +210,9 @@ GOLDEN_CASES = {
     "bwd_fused_hopper_ws/fp16_d64_causal_softcap_diagonal_first": make_fused(
         make_family(DType.FLOAT16, causal=True, softcap=True), DIAGONAL_FIRST=True
     ),
-    "bwd_fused_hopper_ws/bf16_d64_left_softcap_exact": make_fused(
-        make_family(bounded_left=True, softcap=True), EXACT_LENGTHS=True
+    "bwd_fused_hopper_ws/bf16_d64_left_softcap": make_fused(make_family(bounded_left=True, softcap=True)),
+    "bwd_fused_hopper_ws/bf16_d128_left_unordered_exact": make_fused(
+        make_family(head_dim=128, bounded_left=True), unordered=True, EXACT_LENGTHS=True
     ),
     "bwd_fused_hopper_wide/bf16_d256_window_softcap": make_fused(
         make_family(head_dim=256, causal=True, bounded_left=True, softcap=True), variant=Variant.HOPPER_WIDE
