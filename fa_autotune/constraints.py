@@ -380,7 +380,7 @@ def scores_early(
 
 
 def exact_cap(
-    family: AttentionFamily, shape: AttentionShape | None, config: HopperWsBwdConfig, device: DeviceSpec
+    family: AttentionFamily, shape: AttentionShape | None, config: FusedConfig, device: DeviceSpec
 ) -> str | None:
     """Where a branch for masks separates tanh from the exponentials, the compiler holds fewer values at a time; without
     it capped kernels spill in many combinations, and no mask at all gains them next to nothing."""
@@ -476,6 +476,6 @@ FUSED_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
     ("exact_lengths", exact_lengths),
 )
 
-WIDE_CONSTRAINTS = tuple(pair for pair in FUSED_CONSTRAINTS if pair[1] not in (scores_early, exact_cap))
+WIDE_CONSTRAINTS = tuple(pair for pair in FUSED_CONSTRAINTS if pair[1] is not scores_early)
 
 POSTPROCESS_CONSTRAINTS: tuple[tuple[str, Check], ...] = (("threads", threads),)

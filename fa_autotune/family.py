@@ -97,7 +97,7 @@ class AttentionFamily:
     `softcap`: scores are capped, softcap · tanh(score / softcap); the number is a run-time argument.
     `alibi`: scores get −slope · |distance of the key from the row's own|, a slope for each batch and head.
     `sinks`: a score for each batch and head is added to the softmax, with a value of 0. The forward alone knows it: a
-    backward has it in lse.
+    backward has it in lse. BWD_POSTPROCESS knows no scores, and so neither softcap nor alibi.
     """
 
     kernel_pass: Pass = Pass.FWD
@@ -126,6 +126,11 @@ class AttentionFamily:
             raise InvalidProblemError(
                 f"sinks=True is for fwd: {self.kernel_pass.value} finds the sinks in lse; leave it out there"
             )
+        for name in ("softcap", "alibi"):
+            if getattr(self, name) and self.kernel_pass is Pass.BWD_POSTPROCESS:
+                raise InvalidProblemError(
+                    f"{name}=True is not for bwd_postprocess, which knows no scores; leave it out"
+                )
         for name in ("head_dim", "head_dim_v"):
             require_int(name, getattr(self, name), MIN_HEAD_DIM, MAX_HEAD_DIM)
         if self.access is not Access.ANY and strongest_access(self.dtype, self.head_dim, self.head_dim_v) is Access.ANY:
@@ -164,14 +169,12 @@ class AttentionFamily:
     @property
     def feature_tensors(self) -> tuple[str, ...]:
         """What the kernel takes after its outputs, fp32 (batch, num_q_heads): fields of `features.Features`."""
-        if self.kernel_pass is Pass.BWD_POSTPROCESS:  # knows no scores
-            return ()
         return (*(["alibi_slopes"] if self.alibi else []), *(["sinks"] if self.sinks else []))
 
     @property
     def feature_numbers(self) -> tuple[str, ...]:
         """What the kernel takes after the diagonal: fields of `features.Features`."""
-        if self.kernel_pass is Pass.BWD_POSTPROCESS:  # knows no scores, and of the keys only the diagonals
+        if self.kernel_pass is Pass.BWD_POSTPROCESS:
             return ("left_diagonal", "key_offset") if self.bounded_left else ()
         return (*(["left_diagonal"] if self.bounded_left else []), *(["softcap"] if self.softcap else []))
 

@@ -225,10 +225,10 @@ class AttentionProblem:
             )
         if kernel_pass not in KEYLESS_PASSES:
             sinks = self.family.sinks and kernel_pass is Pass.FWD
-            family = replace(self.family, kernel_pass=kernel_pass, unordered=unordered, sinks=sinks)
+            family = self.family
             if kernel_pass is Pass.BWD_POSTPROCESS:
                 family = replace(family, softcap=False, alibi=False)
-            return replace(self, family=family)
+            return replace(self, family=replace(family, kernel_pass=kernel_pass, unordered=unordered, sinks=sinks))
         family, head_dim_v = self.family, self.family.head_dim_v
         is_usual = family.access is strongest_access(family.dtype, family.head_dim, head_dim_v)
         return replace(

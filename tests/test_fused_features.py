@@ -24,6 +24,7 @@ from sabotage import Sabotage, instead_of, render_with, without
 from fa_autotune import backward_plan
 from fa_autotune.backward_plan import BackwardCall, bind_backward
 from fa_autotune.device import INTERPRETER, KNOWN_DEVICES
+from fa_autotune.errors import InvalidProblemError
 from fa_autotune.family import Pass
 from fa_autotune.features import Features
 from fa_autotune.fused_workspace import is_wide
@@ -101,7 +102,7 @@ def test_gradients_of_windows_and_caps(text: str, top_left: bool, diagonal_first
     [
         "1x2x1x150x200x64,softcap,bwd_fused",
         "1x2x1x150x200x128,softcap,bwd_fused",
-        "1x2x1x128x256x136x64,softcap,bwd_fused",
+        "1x2x1x130x256x136x64,softcap,bwd_fused",
         "1x2x1x128x256x128,left=70,bwd_fused",
     ],
 )
@@ -323,6 +324,13 @@ def test_the_fused_kernels_are_given_what_the_call_says(monkeypatch: pytest.Monk
     ]
 
 
+@pytest.mark.parametrize("name", ["softcap", "alibi"])
+def test_a_postprocessing_that_names_scores_is_refused(name: str) -> None:
+    family = AttentionProblem.parse("1x2x1x64x64x64,causal,bwd_postprocess").family
+    with pytest.raises(InvalidProblemError, match=f"{name}=True is not for bwd_postprocess"):
+        replace(family, **{name: True})
+
+
 def test_postprocessings_of_capped_calls_are_those_of_uncapped_ones() -> None:
     call = AttentionProblem.parse("1x2x1x64x64x64,causal,left=3,softcap,alibi")
     plain = AttentionProblem.parse("1x2x1x64x64x64,causal,left=3")
@@ -350,7 +358,7 @@ def test_knobs_that_make_capped_scores_spill_are_refused(knob: str, constraint: 
     plain = AttentionProblem.parse("4x16x16x4096x4096x128,left=9,bwd_fused")
     assert rejection(make_candidate(plain, **{knob: True}), plain.shape, H200) is None
     wide = AttentionProblem.parse("4x16x16x4096x4096x256,left=9,softcap,bwd_fused")
-    assert rejection(make_candidate(wide, EXACT_LENGTHS=True), wide.shape, H200) is None
+    assert rejection(make_candidate(wide, EXACT_LENGTHS=True), wide.shape, H200) is not None
 
 
 def test_the_one_combination_that_spills_is_refused_with_its_reason() -> None:
