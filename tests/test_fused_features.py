@@ -20,6 +20,7 @@ from gluon_emulator import Emulator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sabotage import Sabotage, instead_of, render_with, without
+from torch import Tensor
 
 from fa_autotune import backward_plan
 from fa_autotune.backward_plan import BackwardCall, bind_backward
@@ -37,6 +38,7 @@ from fa_autotune.records import Candidate, Variant
 from fa_autotune.render import render
 from fa_autotune.variants import KnobValue, rejection, supported_variants, variant_spec
 from fa_autotune.verify import verify
+from fa_autotune.workload import dq_of_acc
 from tests.winners import dispatcher
 
 PROBE_SEEDS = count()  # the inputs of a probe are kept, and so would be turns that a failed kernel left
@@ -292,6 +294,19 @@ def test_dq_of_rows_past_every_window_is_put_in_order_as_zeros(head_dim: int, ma
     around = probes(problem.family, block_m=64, block_n=64, exact_lengths=False)[:3]
     kernel = load_kernel(candidate, INTERPRETER.arch)
     assert verify(kernel, problem.family, [*around, blind], CPU).failures == ()
+
+
+@pytest.mark.parametrize("spared", [0, 1])
+def test_a_row_past_every_window_that_is_not_zeroed_is_caught(spared: int) -> None:
+    problem = AttentionProblem.parse("1x2x1x300x90x64,causal,left=3,bwd_postprocess")
+
+    def kernel(dq_acc: Tensor, dq: Tensor, scale: float, diagonal: int, left_diagonal: int, key_offset: int) -> None:
+        assert (diagonal, left_diagonal, key_offset) == (0, -3, -210)
+        dq.copy_(dq_of_acc(problem.family, problem.shape, dq_acc) * scale)
+        dq[:, :, 90 + 3 + spared :] = 0.0
+
+    found = verify(kernel, problem.family, [Probe(shape=problem.shape, top_left=True)], CPU).failures
+    assert any("dq was left unwritten" in text for text in found) is bool(spared)
 
 
 class Bound(NamedTuple):
