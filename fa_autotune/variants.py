@@ -364,17 +364,13 @@ def _hopper_forward_supports(family: AttentionFamily, arch: str, triton_version:
             f"both edges of a window need registers that head_dim_v={family.head_dim_v} does not leave, "
             f"{WIDEST_WITH_LEFT_WINDOW} at most does; the tma variant serves"
         )
-    return _lacking(family, alibi="ALiBi")
+    return None
 
 
 def _plain_scores(family: AttentionFamily) -> str | None:
     """What the fused backwards, and the kernels beside them, do not know yet."""
-    return _lacking(family, bounded_left="window to the left", softcap="cap on the scores", alibi="ALiBi")
-
-
-def _lacking(family: AttentionFamily, **unknown: str) -> str | None:
-    """Which of the features that a variant does not know a family has."""
-    found = [words for name, words in unknown.items() if getattr(family, name)]
+    lacks = {"bounded_left": "window to the left", "softcap": "cap on the scores", "alibi": "ALiBi"}
+    found = [words for name, words in lacks.items() if getattr(family, name)]
     return f"it knows no {' and no '.join(found)}; the tma and portable variants serve" if found else None
 
 

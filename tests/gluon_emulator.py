@@ -420,6 +420,7 @@ def _language() -> SimpleNamespace:
         minimum=elementwise(torch.minimum, min),
         maximum=elementwise(torch.maximum, max),
         where=where,
+        abs=torch.abs,
         exp2=torch.exp2,
         log2=torch.log2,
         sum=lambda values, axis: values.sum(axis),

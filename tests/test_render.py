@@ -195,6 +195,9 @@ GOLDEN_CASES = {
         make_family(head_dim=128, causal=True, bounded_left=True, softcap=True, sinks=True),
         SCHEDULE=Schedule.PIPELINED,
     ),
+    "fwd_hopper_ws/bf16_d64_full_alibi_exact": make_candidate(
+        Variant.HOPPER_WS, make_family(alibi=True), SCHEDULE=Schedule.PERSISTENT, EXACT_LENGTHS=True
+    ),
     "fwd_hopper_ws/bf16_d64_left_single": make_candidate(
         Variant.HOPPER_WS, make_family(bounded_left=True), SCHEDULE=Schedule.SINGLE, CONSUMERS=1
     ),
