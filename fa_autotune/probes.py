@@ -75,7 +75,12 @@ def _of_sequences(block_m: int, block_n: int) -> list[Probe]:
     long = 2 * max(block_m, block_n)
 
     def probe(
-        lengths: list[tuple[int, int]], *, heads: int = 2, group: int = 1, unused: tuple[int, int] = (0, 0), seed: int = 0
+        lengths: list[tuple[int, int]],
+        *,
+        heads: int = 2,
+        group: int = 1,
+        unused: tuple[int, int] = (0, 0),
+        seed: int = 0,
     ) -> Probe:
         lengths_q, lengths_k = zip(*lengths, strict=True)
         return Probe(
@@ -86,9 +91,7 @@ def _of_sequences(block_m: int, block_n: int) -> list[Probe]:
                 seqlen_q=max(1, *lengths_q),
                 seqlen_k=max(1, *lengths_k),
             ),
-            sequences=Sequences(
-                lengths_q=lengths_q, lengths_k=lengths_k, unused_q=unused[0], unused_k=unused[1]
-            ),
+            sequences=Sequences(lengths_q=lengths_q, lengths_k=lengths_k, unused_q=unused[0], unused_k=unused[1]),
             scale=4.0 if seed % 3 == 2 else 1.0,
             seed=seed,
         )

@@ -426,20 +426,22 @@ def _expectations(
 def _varlen_expectations(workload: Workload) -> list[_Expectation]:
     """The same of sequences in a row."""
     call, family, inputs = workload.varlen_call, workload.family, workload.inputs
+    q, k, v, *of_rows = inputs
     why = "rows that see no key"
     if family.kernel_pass is Pass.FWD:
-        ref, lse = varlen_reference(*inputs, call)
+        ref, lse = varlen_reference(q, k, v, call)
         bare = replace(call, features=replace(call.features, sinks=None))
-        empty = varlen_reference(*inputs, bare)[1] == float("-inf")
-        pt = varlen_same_precision(*inputs, call)
+        empty = varlen_reference(q, k, v, bare)[1] == float("-inf")
+        pt = varlen_same_precision(q, k, v, call)
         return [_Numbers(name="out", ref=ref, pt=pt, zero=empty, why=why), _Lse(ref=lse)]
-    refs = varlen_gradients_from_statistics(*inputs, call)
-    pts = varlen_gradients_from_statistics(*inputs, call, dtype=inputs[0].dtype)
+    d_out, lse, delta = of_rows
+    refs = varlen_gradients_from_statistics(q, k, v, d_out, lse, delta, call)
+    pts = varlen_gradients_from_statistics(q, k, v, d_out, lse, delta, call, dtype=q.dtype)
     factor = _gradient_factor(workload)
     if family.kernel_pass is Pass.BWD_DQ:
-        empty = inputs[4] == float("-inf")
+        empty = lse == float("-inf")
         return [_Numbers(name="dq", ref=refs[0], pt=pts[0], zero=empty, why=why, factor=factor)]
-    unseen = call.unseen_keys().to(inputs[1].device).expand(inputs[1].shape[:3])
+    unseen = call.unseen_keys().to(k.device).expand(k.shape[:3])
     return [
         _Numbers(name=name, ref=refs[i], pt=pts[i], zero=unseen, why="keys that no row sees", factor=factor)
         for i, name in ((1, "dk"), (2, "dv"))
@@ -462,7 +464,7 @@ def _as_batch(workload: Workload, results: Sequence[Tensor]) -> tuple[Workload, 
     left = features.left_diagonal
 
     def batched(tensor: Tensor) -> Tensor:
-        return tensor[0].unflatten(1, (shape.batch_size, -1)).transpose(0, 1)
+        return tensor[0].reshape(tensor.shape[1], shape.batch_size, -1, *tensor.shape[3:]).transpose(0, 1)
 
     batch = replace(
         workload,

@@ -121,6 +121,6 @@ def reference_only(cold: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
     for module in (calls, live_kernels):
         monkeypatch.setattr(module, "interpreting", lambda: False)
-    calls._tell_of_reference.cache_clear()
+    calls.tell_of_reference.cache_clear()
     yield
-    calls._tell_of_reference.cache_clear()
+    calls.tell_of_reference.cache_clear()
