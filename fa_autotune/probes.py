@@ -98,10 +98,10 @@ def _of_sequences(block_m: int, block_n: int) -> list[Probe]:
 
     ragged = [(block_m + 1, block_m + 2 * block_n - 1), (1, block_n + 1), (block_m, block_n), (long + 3, block_n - 1)]
     return [
-        probe(ragged, heads=6, group=3),
+        probe(ragged, heads=4, group=2),
         probe([(0, 5), (long, long + 1), (0, 0), (7, 0), (3, 2), (0, 3)], unused=(block_m + 5, block_n + 3), seed=1),
         probe([(long + 1, long + 1)], seed=2),
-        probe([(1, 1)] * 150 + [(block_m - 1, block_n + 2), (0, 1)], heads=1, seed=3),
+        probe([(1, 1), *[(0, 0)] * 130, (block_m - 1, block_n + 2), (0, 1), (2, 3)], heads=1, seed=3),
         probe([(0, block_n), (0, 0)], unused=(3, 0), seed=4),
         probe([(block_m + 2, 0), (2, 0), (block_m - 1, long + 5)], unused=(0, 2), heads=4, group=2, seed=5),
     ]

@@ -142,9 +142,7 @@ def varlen_tensors(
 
 def attend_varlen(tensors: VarlenTensors, call: tuple[Any, ...], with_lse: bool) -> Any:
     """Attention of a call's tensors: out, or (out, lse). `call` is that of `varlen_calls.varlen_plan_of`."""
-    if is_seen_by_others() or any(
-        tensor is not None and (type(tensor) not in _PLAIN or tensor.is_neg()) for tensor in tensors
-    ):
+    if is_seen_by_others() or _are_odd(*tensors):
         return _attend_with_care(tensors, call, with_lse)
     if is_autocast(tensors.q):
         tensors = _cast(tensors)
@@ -155,6 +153,11 @@ def attend_varlen(tensors: VarlenTensors, call: tuple[Any, ...], with_lse: bool)
         check_tangents(*(tensor for tensor in tensors if tensor is not None))
     results = plan.forward(tensors)
     return results if with_lse else results[0]
+
+
+def _are_odd(*tensors: Tensor | None) -> bool:
+    """Whether some tensor is more than its memory: a subclass, or a view of negative bits."""
+    return any(tensor is not None and (type(tensor) not in _PLAIN or tensor.is_neg()) for tensor in tensors)
 
 
 def _attend_with_care(tensors: VarlenTensors, call: tuple[Any, ...], with_lse: bool) -> Any:
@@ -285,14 +288,13 @@ def attend_varlen_packed(
     alibi_slopes: Tensor | None = None,
 ) -> Any:
     """Attention of a packed tensor; where autograd records it, and there are no slopes, its gradient is one tensor."""
-    plain = [tensor for tensor in (q, packed, cu_seqlens_q, cu_seqlens_k) if tensor is not None]
     if (
         alibi_slopes is None
-        and all(type(tensor) in _PLAIN and not tensor.is_neg() for tensor in plain)
         and torch.is_grad_enabled()
         and packed.requires_grad
-        and not is_autocast(packed)
         and not is_seen_by_others()
+        and not is_autocast(packed)
+        and not _are_odd(q, packed, cu_seqlens_q, cu_seqlens_k)
     ):
         return _apply_packed(call, with_lse, q, packed, cu_seqlens_q, cu_seqlens_k)
     tensors = varlen_tensors(*packed_parts(q, packed), cu_seqlens_q, cu_seqlens_k, alibi_slopes)

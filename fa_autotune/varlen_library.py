@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fa_autotune.errors import UnsupportedError
-from fa_autotune.op_library import LIBRARY
+from fa_autotune.op_library import LIBRARY, needed_of
 from fa_autotune.varlen_calls import check_varlen, varlen_plan_of
 from fa_autotune.varlen_plan import Gradients, VarlenTensors
 
@@ -118,7 +118,7 @@ def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tupl
     if d_out is None and d_lse is None:
         return (None,) * _NUM_INPUTS
     *tensors, out, lse = ctx.saved_tensors
-    needed = (*ctx.needs_input_grad[:3], ctx.needs_input_grad[_NUM_INPUTS - 1])
+    needed = needed_of(ctx.needs_input_grad, 5 + _NUM_CALL)
     dq, dk, dv, d_sinks = varlen_gradients_op(VarlenTensors(*tensors), ctx.call, out, lse, d_out, d_lse, needed)
     return dq, dk, dv, *(None,) * (_NUM_INPUTS - 4), d_sinks
 
