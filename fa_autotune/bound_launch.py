@@ -10,11 +10,12 @@ import copy
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fa_autotune.family import Pass
 from fa_autotune.launch import LoadedKernel, bind_thread, make_context_current
 from fa_autotune.scratch import scratch_address
 
@@ -49,6 +50,88 @@ def bind(
     if kernel.compiled is None or sample is None:
         return launch
     return _on_gpu(kernel.compiled, arguments, grid, sample, launch, len(tensors) if counter else None)
+
+
+class Counts(NamedTuple):
+    """What changes from call to call of sequences in a row: their number, and the rows of q and of k."""
+
+    num_sequences: int
+    total_q: int
+    total_k: int
+
+
+def bind_varlen(
+    kernel: LoadedKernel, tensors: Sequence[Tensor], *numbers: float | int | None, gpu: int | None = None
+) -> Callable[..., None]:
+    """As `bind`, a function of `Counts` and the tensors: these may have other numbers of rows and sequences each time.
+
+    For kernels of a varlen family, and the delta that goes with them; LaunchError, when launched, for too large a grid.
+    """
+    tensors = [tensor.detach() for tensor in tensors]
+    arguments = _Arguments(kernel.module.arguments(*tensors, *numbers), tensors)
+    grid_of = _grid_of_counts(kernel, tensors)
+    names = list(kernel.module.SIGNATURE)
+    spots = [(names.index(name), number) for name, number in _COUNT_OF.items() if name in names]
+
+    def slow(counts: Counts, *actual: Tensor) -> None:
+        if grid := grid_of(counts):
+            values = arguments.filled(actual)
+            for position, number in spots:
+                values[position] = counts[number]
+            kernel.run(grid, values)
+
+    if kernel.compiled is None or gpu is None:
+        return slow
+    sample = torch.empty(16, device=torch.device("cuda", gpu))
+    programs = int("1000003")  # an object of its own, by which its place is found
+    ready = _prepared(kernel.compiled, arguments, programs, sample)
+    if ready is None:
+        return slow
+    place_of_programs = next(place for place, value in enumerate(ready.before) if value is programs)
+    first = len(ready.before) if ready.is_flat else 0
+    count_spots = [(first + position, number) for position, number in spots]
+    address_spots = [(first + position, number) for position, number, *_ in ready.fillers]
+    whole = [*ready.before, *ready.template] if ready.is_flat else ready.template
+    function, before, place, stream_of, runtime, is_flat = (
+        ready.function, ready.before, ready.place, ready.stream_of, ready.runtime, ready.is_flat,
+    )  # fmt: skip
+
+    def launch(counts: Counts, *actual: Tensor) -> None:
+        grid = grid_of(counts)
+        if not grid:
+            return
+        if _is_hooked(runtime):
+            return slow(counts, *actual)
+        values = whole.copy()
+        for position, number in address_spots:
+            values[position] = actual[number].data_ptr()
+        for position, number in count_spots:
+            values[position] = counts[number]
+        head = values if is_flat else before.copy()
+        head[place], head[place_of_programs] = stream_of(gpu), grid[0]
+        if is_flat:
+            function(*values)
+        else:
+            function(*head, values)
+
+    return launch
+
+
+_COUNT_OF = {"num_sequences": 0, "total_q": 1, "total_k": 2, "seqlen_q": 1}  # kernels' names of what `Counts` hold
+
+
+def _grid_of_counts(kernel: LoadedKernel, tensors: Sequence[Tensor]) -> Callable[[Counts], tuple[int, ...] | None]:
+    """The programs of a call, None where there are none; LaunchError if a launch can't take that many."""
+    kernel_pass = kernel.candidate.family.kernel_pass
+    owner = 1 if kernel_pass is Pass.BWD_DKDV else 0
+    num_heads = tensors[owner].shape[1]
+
+    def grid_of(counts: Counts) -> tuple[int, ...] | None:
+        num_sequences = 1 if kernel_pass is Pass.BWD_DELTA else counts.num_sequences
+        total = counts[1 + owner]
+        return kernel.grid_of(num_sequences, num_heads, total) if total else None
+
+    return grid_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,22 +180,14 @@ def _on_gpu(
     counter: int | None = None,
 ) -> Launch:
     """`counter`: the number of the tensor that no launch is given: it is looked up, since the stream decides which."""
-    import triton  # noqa: PLC0415 - loaded by now: the kernel is compiled
-
     index = sample.device.index
-    bind_thread(index)
-    with torch.cuda.device(index):
-        run = compiled.run  # loads the kernel on the current device
-    expanded = _expand(run, arguments, sample)
-    if expanded is None:
+    ready = _prepared(compiled, arguments, grid[0], sample)
+    if ready is None:
         return slow
-    run, template, fillers = expanded
-    head = (grid[0], 1, 1, _STREAM, compiled.function, compiled.packed_metadata, None, None, None)
-    function, before, is_flat = _tapped(run, head, template)
-    place = before.index(_STREAM)
-    stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of)
-    runtime = triton.knobs.runtime
-
+    function, before, template, is_flat, fillers, place, stream_of, runtime = (
+        ready.function, ready.before, ready.template, ready.is_flat, ready.fillers, ready.place, ready.stream_of,
+        ready.runtime,
+    )  # fmt: skip
     first = len(before) if is_flat else 0
     whole = [*before, *template] if is_flat else template
     spots = [
@@ -137,6 +212,46 @@ def _on_gpu(
             function(*before[:place], stream, *before[place + 1 :], values)
 
     return launch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Ready:
+    """What a launch calls, and what it fills in: see `_tapped` and `_expand`. `place`: where the stream goes."""
+
+    function: Callable[..., None]
+    before: list[Any]
+    template: list[Any]
+    is_flat: bool
+    fillers: "list[_Filler]"
+    place: int
+    stream_of: Callable[[int], int]
+    runtime: Any
+
+
+def _prepared(compiled: Any, arguments: _Arguments, programs: int, sample: Tensor) -> _Ready | None:
+    """A kernel put on a sample's GPU; None where Triton's launcher is not as expected."""
+    import triton  # noqa: PLC0415 - loaded by now: the kernel is compiled
+
+    index = sample.device.index
+    bind_thread(index)
+    with torch.cuda.device(index):
+        run = compiled.run  # loads the kernel on the current device
+    expanded = _expand(run, arguments, sample)
+    if expanded is None:
+        return None
+    run, template, fillers = expanded
+    head = (programs, 1, 1, _STREAM, compiled.function, compiled.packed_metadata, None, None, None)
+    function, before, is_flat = _tapped(run, head, template)
+    return _Ready(
+        function=function,
+        before=before,
+        template=template,
+        is_flat=is_flat,
+        fillers=fillers,
+        place=before.index(_STREAM),
+        stream_of=getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of),
+        runtime=triton.knobs.runtime,
+    )
 
 
 _Filler = tuple[int, int, dict[int, Any] | None, Any]  # position, tensor's number, descriptors known, encoder

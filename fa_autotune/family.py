@@ -98,6 +98,8 @@ class AttentionFamily:
     `alibi`: scores get −slope · |distance of the key from the row's own|, a slope for each batch and head.
     `sinks`: a score for each batch and head is added to the softmax, with a value of 0. The forward alone knows it: a
     backward has it in lse.
+    `varlen`: sequences of any lengths lie one after another in the rows of q, and of k and v; the diagonals are those
+    of each sequence, and count from bottom-right.
     """
 
     kernel_pass: Pass = Pass.FWD
@@ -111,6 +113,7 @@ class AttentionFamily:
     softcap: bool = False
     alibi: bool = False
     sinks: bool = False
+    varlen: bool = False
 
     def __post_init__(self) -> None:
         kinds = {"kernel_pass": Pass, "dtype": DType, "access": Access, "bounded_right": bool}
@@ -125,6 +128,11 @@ class AttentionFamily:
         if self.sinks and self.kernel_pass is not Pass.FWD:
             raise InvalidProblemError(
                 f"sinks=True is for fwd: {self.kernel_pass.value} finds the sinks in lse; leave it out there"
+            )
+        if self.varlen and self.kernel_pass in KEYLESS_PASSES:
+            raise InvalidProblemError(
+                f"varlen=True is for passes with keys: {self.kernel_pass.value} goes over rows, whatever sequence they "
+                "belong to; leave it out there"
             )
         for name in ("head_dim", "head_dim_v"):
             require_int(name, getattr(self, name), MIN_HEAD_DIM, MAX_HEAD_DIM)
@@ -167,6 +175,11 @@ class AttentionFamily:
         return (*(["alibi_slopes"] if self.alibi else []), *(["sinks"] if self.sinks else []))
 
     @property
+    def length_tensors(self) -> tuple[str, ...]:
+        """What the kernel takes after those, int32 (sequences + 1): fields of `features.Features`."""
+        return ("cu_seqlens_q", "cu_seqlens_k") if self.varlen else ()
+
+    @property
     def feature_numbers(self) -> tuple[str, ...]:
         """What the kernel takes after the diagonal: fields of `features.Features`."""
         return (*(["left_diagonal"] if self.bounded_left else []), *(["softcap"] if self.softcap else []))
@@ -190,8 +203,8 @@ def canonical_json(values: Mapping[str, Any]) -> str:
     return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-FAMILY_OPTIONS = {"unordered", "bounded_left", "softcap", "alibi", "sinks"}  # in a key only where it is true
-FEATURE_WORDS = ("softcap", "alibi", "sinks", "unordered")  # options that a text names by their own word
+FAMILY_OPTIONS = {"unordered", "bounded_left", "softcap", "alibi", "sinks", "varlen"}  # in a key only where it is true
+FEATURE_WORDS = ("softcap", "alibi", "sinks", "varlen", "unordered")  # options that a text names by their own word
 SHAPE_OPTIONS = ("window_left", "window_right")  # in a key only where it is not 0
 FAMILY_KEYS = {"pass", "dtype", "head_dim", "head_dim_v", "bounded_right", "access"}
 MASK_WORDS = {

@@ -338,6 +338,11 @@ def _tma_supports(family: AttentionFamily, arch: str, triton_version: tuple[int,
         return f"tensor descriptors can't read these pointers and strides (access={family.access.value})"
     if family.dtype is DType.FLOAT32:
         return "float32 products run on the FMA units, where tiles from descriptors spill; the portable variant serves"
+    if family.varlen:
+        return (
+            "a descriptor's tile reads on past the end of a sequence, where another's values may be NaN or Inf; the "
+            "portable variant serves"
+        )
     return _portable_supports(family, arch, triton_version)
 
 
@@ -371,6 +376,8 @@ def _plain_scores(family: AttentionFamily) -> str | None:
     """What the fused backwards, and the kernels beside them, do not know yet."""
     lacks = {"bounded_left": "window to the left", "softcap": "cap on the scores", "alibi": "ALiBi"}
     found = [words for name, words in lacks.items() if getattr(family, name)]
+    if family.varlen:
+        return f"it knows no {' and no '.join([*found, 'sequences in a row'])}; the portable variant serves"
     return f"it knows no {' and no '.join(found)}; the tma and portable variants serve" if found else None
 
 

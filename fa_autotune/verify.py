@@ -32,6 +32,8 @@ from fa_autotune.reference import (
     attention_same_precision,
     gradients_from_statistics,
 )
+from fa_autotune.sequences import Sequences
+from fa_autotune.varlen_reference import varlen_gradients_from_statistics, varlen_reference, varlen_same_precision
 from fa_autotune.workload import (
     Output,
     Workload,
@@ -93,6 +95,7 @@ def verify_sampled(
         softmax_scale=softmax_scale,
         diagonal=bottom_right_diagonal(problem),
         features=seeded_features(problem, device=inputs[0].device) if features is None else features,
+        sequences=Sequences.equal(problem.shape) if problem.family.varlen else None,
     )
     first, second = islice(_launched(kernel, workload), 2)
     worst = _Worst()
@@ -105,6 +108,8 @@ def verify_sampled(
     for output, value in zip(workload.outputs, results, strict=True):
         if output.name != "lse" and not torch.isfinite(value).all():
             worst.failures.append(_unwritten(output.name))
+    if workload.sequences is not None:
+        workload, results = _as_batch(workload, results)
     count = 0
     for part, numbers in _parts(workload):
         for batch, head, start, stop in _samples(part):
@@ -340,9 +345,12 @@ def _expected(family: AttentionFamily, probe: Probe, device_name: str) -> tuple[
         seed=probe.seed,
         scale=probe.scale,
         features=seeded_features(problem, device=device, offset=probe.offset, seed=probe.seed),
+        sequences=probe.sequences,
     )
     expected = _expectations(workload, workload.inputs)
-    if family.kernel_pass not in KEYLESS_PASSES:
+    if workload.sequences is not None:
+        _spoil_unused(workload)
+    elif family.kernel_pass not in KEYLESS_PASSES:
         first, end = _seen_keys(workload)
         for tensor in workload.inputs[1:3]:  # k and v
             tensor[:, :, :first] = float("nan")
@@ -350,11 +358,25 @@ def _expected(family: AttentionFamily, probe: Probe, device_name: str) -> tuple[
     return workload, expected
 
 
+def _spoil_unused(workload: Workload) -> None:
+    """Make NaN what no result may depend on: rows of no sequence, and keys that no row sees."""
+    assert workload.sequences is not None
+    unused = slice(sum(workload.sequences.lengths_q), None)
+    unseen = workload.varlen_call.unseen_keys().to(workload.inputs[0].device)
+    for place, tensor in enumerate(workload.inputs):
+        if place in (1, 2):  # k and v
+            tensor[:, :, unseen] = float("nan")
+        elif place != 4:  # lse is −inf there
+            tensor[:, :, unused] = float("nan")
+
+
 def _expectations(
     workload: Workload, inputs: tuple[Tensor, ...], *, first_row: int = 0, first_key: int = 0
 ) -> list[_Expectation]:
     """What is expected of each output, for inputs that may be stretches that start at a row or key."""
     family = workload.family
+    if workload.sequences is not None:
+        return _varlen_expectations(workload)
     call: dict[str, Any] = {
         "softmax_scale": workload.softmax_scale,
         "diagonal": workload.diagonal,
@@ -396,10 +418,7 @@ def _expectations(
         ]
     refs = gradients_from_statistics(*inputs, **call, first_key=first_key)
     pts = gradients_from_statistics(*inputs, **call, first_key=first_key, dtype=inputs[0].dtype)
-    factor = MAX_ERROR_FACTOR
-    widest = max(family.head_dim, family.head_dim_v)
-    if family.softcap or (family.dtype is DType.BFLOAT16 and widest == 256 and workload.shape.gqa_group_size > 1):
-        factor = LENIENT_GRADIENT_FACTOR
+    factor = _gradient_factor(workload)
     if family.kernel_pass is Pass.BWD_DQ:
         empty, why = inputs[4] == float("-inf"), "rows that see no key"
         return [_Numbers(name="dq", ref=refs[0], pt=pts[0], zero=empty, why=why, factor=factor)]
@@ -408,6 +427,60 @@ def _expectations(
         _Numbers(name=name, ref=refs[i], pt=pts[i], zero=unseen, why=why, factor=factor)
         for i, name in ((1, "dk"), (2, "dv"))
     ]
+
+
+def _varlen_expectations(workload: Workload) -> list[_Expectation]:
+    """The same of sequences in a row."""
+    call, family, inputs = workload.varlen_call, workload.family, workload.inputs
+    q, k, v, *of_rows = inputs
+    why = "rows that see no key"
+    if family.kernel_pass is Pass.FWD:
+        ref, lse = varlen_reference(q, k, v, call)
+        bare = replace(call, features=replace(call.features, sinks=None))
+        empty = varlen_reference(q, k, v, bare)[1] == float("-inf")
+        pt = varlen_same_precision(q, k, v, call)
+        return [_Numbers(name="out", ref=ref, pt=pt, zero=empty, why=why), _Lse(ref=lse)]
+    d_out, lse, delta = of_rows
+    refs = varlen_gradients_from_statistics(q, k, v, d_out, lse, delta, call)
+    pts = varlen_gradients_from_statistics(q, k, v, d_out, lse, delta, call, dtype=q.dtype)
+    factor = _gradient_factor(workload)
+    if family.kernel_pass is Pass.BWD_DQ:
+        empty = lse == float("-inf")
+        return [_Numbers(name="dq", ref=refs[0], pt=pts[0], zero=empty, why=why, factor=factor)]
+    unseen = call.unseen_keys().to(k.device).expand(k.shape[:3])
+    return [
+        _Numbers(name=name, ref=refs[i], pt=pts[i], zero=unseen, why="keys that no row sees", factor=factor)
+        for i, name in ((1, "dk"), (2, "dv"))
+    ]
+
+
+def _gradient_factor(workload: Workload) -> float:
+    """How much more than plain torch's error a gradient may have."""
+    family = workload.family
+    widest = max(family.head_dim, family.head_dim_v)
+    if family.softcap or (family.dtype is DType.BFLOAT16 and widest == 256 and workload.shape.gqa_group_size > 1):
+        return LENIENT_GRADIENT_FACTOR
+    return MAX_ERROR_FACTOR
+
+
+def _as_batch(workload: Workload, results: Sequence[Tensor]) -> tuple[Workload, list[Tensor]]:
+    """Sequences of equal lengths in a row, and their results, as a batch of them."""
+    shape, features = workload.shape, workload.features
+    offset = shape.seqlen_k - shape.seqlen_q
+    left = features.left_diagonal
+
+    def batched(tensor: Tensor) -> Tensor:
+        return tensor[0].reshape(tensor.shape[1], shape.batch_size, -1, *tensor.shape[3:]).transpose(0, 1)
+
+    batch = replace(
+        workload,
+        family=replace(workload.family, varlen=False),
+        inputs=tuple(map(batched, workload.inputs)),
+        diagonal=None if workload.diagonal is None else workload.diagonal + offset,
+        features=replace(features, left_diagonal=None if left is None else left + offset, key_offset=offset),
+        sequences=None,
+    )
+    return batch, list(map(batched, results))
 
 
 def _parts(workload: Workload) -> list[tuple[Workload, tuple[int, ...]]]:
