@@ -411,10 +411,9 @@ def _expectations(
         if workload.features.sinks is not None:  # which are in the lse of rows that see no key
             call["features"] = replace(workload.features, sinks=None)
             empty = attention_reference(*inputs, **call)[1] == float("-inf")
-        tolerance = STATISTIC_TOLERANCE + TANH_ERROR * workload.features.softcap
         return [
             _Numbers(name="out", ref=ref, pt=pt, zero=empty, why="rows that see no key"),
-            _Lse(ref=lse, tolerance=tolerance),
+            _Lse(ref=lse, tolerance=_lse_tolerance(workload)),
         ]
     refs = gradients_from_statistics(*inputs, **call, first_key=first_key)
     pts = gradients_from_statistics(*inputs, **call, first_key=first_key, dtype=inputs[0].dtype)
@@ -439,7 +438,10 @@ def _varlen_expectations(workload: Workload) -> list[_Expectation]:
         bare = replace(call, features=replace(call.features, sinks=None))
         empty = varlen_reference(q, k, v, bare)[1] == float("-inf")
         pt = varlen_same_precision(q, k, v, call)
-        return [_Numbers(name="out", ref=ref, pt=pt, zero=empty, why=why), _Lse(ref=lse)]
+        return [
+            _Numbers(name="out", ref=ref, pt=pt, zero=empty, why=why),
+            _Lse(ref=lse, tolerance=_lse_tolerance(workload)),
+        ]
     d_out, lse, delta = of_rows
     refs = varlen_gradients_from_statistics(q, k, v, d_out, lse, delta, call)
     pts = varlen_gradients_from_statistics(q, k, v, d_out, lse, delta, call, dtype=q.dtype)
@@ -452,6 +454,11 @@ def _varlen_expectations(workload: Workload) -> list[_Expectation]:
         _Numbers(name=name, ref=refs[i], pt=pts[i], zero=unseen, why="keys that no row sees", factor=factor)
         for i, name in ((1, "dk"), (2, "dv"))
     ]
+
+
+def _lse_tolerance(workload: Workload) -> float:
+    """How far an lse may be off."""
+    return STATISTIC_TOLERANCE + TANH_ERROR * workload.features.softcap
 
 
 def _gradient_factor(workload: Workload) -> float:
