@@ -83,18 +83,31 @@ def bind_varlen(
     if kernel.compiled is None or gpu is None:
         return slow
     sample = torch.empty(16, device=torch.device("cuda", gpu))
+    return _varlen_on_gpu(kernel.compiled, arguments, spots, grid_of, sample, slow)
+
+
+def _varlen_on_gpu(
+    compiled: Any,
+    arguments: "_Arguments",
+    spots: Sequence[tuple[int, int]],
+    grid_of: Callable[[Counts], tuple[int, ...] | None],
+    sample: Tensor,
+    slow: Callable[..., None],
+) -> Callable[..., None]:
+    """`spots`: the position of an argument, and which of the counts it is."""
+    index = sample.device.index
     programs = int("1000003")  # an object of its own, by which its place is found
-    ready = _prepared(kernel.compiled, arguments, programs, sample)
+    ready = _prepared(compiled, arguments, programs, sample)
     if ready is None:
         return slow
-    place_of_programs = next(place for place, value in enumerate(ready.before) if value is programs)
-    first = len(ready.before) if ready.is_flat else 0
+    function, before, is_flat, place, stream_of, runtime = (
+        ready.function, ready.before, ready.is_flat, ready.place, ready.stream_of, ready.runtime,
+    )  # fmt: skip
+    place_of_programs = next(place for place, value in enumerate(before) if value is programs)
+    first = len(before) if is_flat else 0
     count_spots = [(first + position, number) for position, number in spots]
     address_spots = [(first + position, number) for position, number, *_ in ready.fillers]
-    whole = [*ready.before, *ready.template] if ready.is_flat else ready.template
-    function, before, place, stream_of, runtime, is_flat = (
-        ready.function, ready.before, ready.place, ready.stream_of, ready.runtime, ready.is_flat,
-    )  # fmt: skip
+    whole = [*before, *ready.template] if is_flat else ready.template
 
     def launch(counts: Counts, *actual: Tensor) -> None:
         grid = grid_of(counts)
@@ -108,7 +121,7 @@ def bind_varlen(
         for position, number in count_spots:
             values[position] = counts[number]
         head = values if is_flat else before.copy()
-        head[place], head[place_of_programs] = stream_of(gpu), grid[0]
+        head[place], head[place_of_programs] = stream_of(index), grid[0]
         if is_flat:
             function(*values)
         else:

@@ -63,20 +63,31 @@ def varlen_plan_of(tensors: VarlenTensors, call: tuple[Any, ...]) -> Plan:
     """
     q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, sinks = tensors
     try:
-        total_q, *q_shape = q.shape
-        total_k, *k_shape = k.shape
+        total_q, heads, head_dim = q.shape
+        total_k, kv_heads, key_dim = k.shape
         num_sequences = cu_seqlens_q.shape[0] - 1
-        count = max(1, num_sequences)
+        count = num_sequences or 1
         index = q.get_device()
         key: tuple[Any, ...] = (
-            *q_shape, *k_shape, v.shape[1:], q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            index, k.get_device(), v.get_device(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
-            num_sequences == 0, (num_sequences - 1).bit_length(),
-            (-(-total_q // count) - 1).bit_length(), (-(-total_k // count) - 1).bit_length(),
-            cu_seqlens_q.dtype, cu_seqlens_k.dtype, cu_seqlens_q.stride(), cu_seqlens_k.stride(),
-            cu_seqlens_q.get_device(), cu_seqlens_k.get_device(), call,
+            heads, head_dim, kv_heads, key_dim, v.shape[1:], q.stride(), k.stride(), v.stride(), q.dtype, k.dtype,
+            v.dtype, index, k.get_device(), v.get_device(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
+            # Powers of two that hold the number of sequences and the mean lengths; 0 is a kind of its own.
+            (num_sequences - 1).bit_length(), ((total_q - 1) // count).bit_length(),
+            ((total_k - 1) // count).bit_length(), num_sequences == 0,
+            cu_seqlens_q.dtype, cu_seqlens_q.stride(), cu_seqlens_q.get_device(),
+            cu_seqlens_k is cu_seqlens_q
+            or (cu_seqlens_k.dtype, cu_seqlens_k.stride(), cu_seqlens_k.get_device()),
+            call,
         )  # fmt: skip
-        if index < 0:
+        agree = (
+            num_sequences >= 0
+            and total_k == v.shape[0]
+            and total_q <= MAX_TOTAL >= total_k
+            and (cu_seqlens_k is cu_seqlens_q or cu_seqlens_k.shape == cu_seqlens_q.shape)
+            and (slopes is None or slopes.shape == (num_sequences, heads))
+            and (sinks is None or sinks.shape == (heads,))
+        )
+        if index < 0:  # not a GPU; a device's own hash would cost more
             key += (q.device.type, k.device.type, v.device.type, cu_seqlens_q.device.type, cu_seqlens_k.device.type)
     except (AttributeError, RuntimeError, IndexError, ValueError):  # no tensors, or none with rows
         _check_kinds(tensors)
@@ -86,7 +97,7 @@ def varlen_plan_of(tensors: VarlenTensors, call: tuple[Any, ...]) -> Plan:
     if sinks is not None:
         key += ("sinks", sinks.stride(), sinks.dtype, sinks.device)
     plan = _plans.get(key)
-    if plan is None or not _agree(tensors):
+    if plan is None or not agree:
         plan = _new_plan(tensors, VarlenArguments(*call))
         with _lock:
             while len(_plans) >= MAX_REMEMBERED_CALLS:
@@ -116,18 +127,6 @@ def write_varlen_gradients(
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
-
-
-def _agree(tensors: VarlenTensors) -> bool:
-    """What a kind of call does not say: that the counts go together, and are not too large."""
-    q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, _ = tensors
-    return (
-        k.shape[0] == v.shape[0]
-        and cu_seqlens_q.shape == cu_seqlens_k.shape
-        and q.shape[0] <= MAX_TOTAL
-        and k.shape[0] <= MAX_TOTAL
-        and (slopes is None or slopes.shape[0] == cu_seqlens_q.shape[0] - 1)
-    )
 
 
 def _check_kinds(tensors: VarlenTensors) -> None:

@@ -208,6 +208,14 @@ GOLDEN_CASES = {
     "bwd_dq_portable/bf16_d64_window_alibi_softcap": make_backward(
         Pass.BWD_DQ, Variant.PORTABLE, make_family(causal=True, bounded_left=True, alibi=True, softcap=True)
     ),
+    "fwd_portable/bf16_d64_causal_varlen": make_candidate(Variant.PORTABLE, make_family(causal=True, varlen=True)),
+    "fwd_portable/bf16_d59_left_alibi_sinks_any_varlen": make_candidate(
+        Variant.PORTABLE, make_family(head_dim=59, bounded_left=True, alibi=True, sinks=True, varlen=True)
+    ),
+    "bwd_dkdv_portable/bf16_d64_window_varlen": make_backward(
+        Pass.BWD_DKDV, Variant.PORTABLE, make_family(causal=True, bounded_left=True, varlen=True)
+    ),
+    "bwd_dq_portable/bf16_d64_full_varlen": make_backward(Pass.BWD_DQ, Variant.PORTABLE, make_family(varlen=True)),
     "bwd_dq_tma/bf16_d64_full_exact": make_backward(Pass.BWD_DQ, Variant.TMA, make_family(), EXACT_LENGTHS=True),
 }
 

@@ -532,7 +532,7 @@ def drawn_calls(draw: st.DrawFn) -> tuple[list[tuple[int, int]], int, tuple[Tens
 
 
 @interpreted
-@settings(max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=14, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn_calls())
 def test_every_combination_follows_the_numerics_rule(call: Any) -> None:
     lengths, unused, tensors, arguments = call
