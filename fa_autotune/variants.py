@@ -185,7 +185,8 @@ def default_config(spec: VariantSpec, family: AttentionFamily, arch: str) -> Ker
         return _gluon_seeds(spec, family)[0]
     columns = padded_head_dim(family.head_dim) + padded_head_dim(family.head_dim_v)
     if multiplies_by_fma(family, arch):
-        widest = 96 if family.bounded_left and family.access is Access.ANY else 256  # what hardly spills with 32 rows
+        # What hardly spills with 32 rows.
+        widest = 96 if (family.bounded_left or family.varlen) and family.access is Access.ANY else 256
         owned = 16 if spec.kernel_pass is not Pass.FWD and columns > widest else 32
         return _tiled(spec, family, (owned, 16, 4, 1), 32)
     if spec.kernel_pass is not Pass.FWD:
@@ -294,7 +295,7 @@ def _backward_default(spec: VariantSpec, family: AttentionFamily, arch: str, col
     if family.access is Access.ANY:  # a pointer for each element leaves fewer registers
         return (32, 32, 8, 1) if columns <= 128 else (16, 32, 8, 1) if columns <= 256 else (16, 16, 4, 1)
     if columns <= 128:
-        return (64, 32, 8 if family.alibi and stages == 1 else 4, 2)
+        return (64, 32, 8 if (family.alibi or family.varlen) and stages == 1 else 4, 2)
     if columns <= 256:
         return (64, 16, 8, stages)
     return (32, 32, 8, 2) if columns <= 320 else (16, 32, 4, 1)
