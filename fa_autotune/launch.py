@@ -152,7 +152,7 @@ class LoadedKernel:
     def grid(self, *values: Any) -> tuple[int, ...]:
         """The programs of a call with these values; LaunchError if a launch can't take that many."""
         owner: Tensor = values[self._owner]
-        num_sms = (_num_sms(owner.device.index),) if self.is_persistent else ()
+        num_sms = (num_sms_of(owner.device.index),) if self.is_persistent else ()
         batch_size, family = owner.shape[0], self.candidate.family
         if family.varlen:
             cu_seqlens: Tensor = values[_TENSORS_BEFORE[family.kernel_pass] + len(family.feature_tensors)]
@@ -172,7 +172,8 @@ class LoadedKernel:
 
 
 @cache
-def _num_sms(index: int) -> int:
+def num_sms_of(index: int) -> int:
+    """How many streaming multiprocessors a GPU has."""
     count: int = torch.cuda.get_device_properties(index).multi_processor_count
     return count
 

@@ -242,6 +242,8 @@ def test_variants_that_do_not_serve_it_say_why() -> None:
         reason = spec.supports(make_family(spec.kernel_pass, "causal", head_dim=256), "sm_90", (3, 6))
         if spec.variant is Variant.PORTABLE and spec.kernel_pass in TILED:
             assert reason is None
+        elif spec.variant is Variant.HOPPER_WS and spec.kernel_pass is Pass.FWD:
+            assert reason is None
         else:
             assert reason is not None
             narrow = spec.supports(make_family(spec.kernel_pass, "causal", head_dim=64), "sm_90", (3, 6))

@@ -113,17 +113,19 @@ def test_counts_addresses_and_programs_reach_the_launcher(
     run = kind(c_function)
     compiled = SimpleNamespace(run=run, function="function", packed_metadata="metadata")
     sample: Any = SimpleNamespace(device=torch.device("cuda", INDEX), data_ptr=lambda: 4096)
-    q, out = torch.ones(2, 3), torch.ones(2, 3)
+    monkeypatch.setattr(bound_launch, "scratch_address", lambda index, stream: (index, stream))
+    q, out, counter = torch.ones(2, 3), torch.ones(2, 3), torch.ones(1)
     launch = bound_launch._varlen_on_gpu(
         compiled,
-        bound_launch._Arguments((q, 0.5, out, 1, 2, 3), (q, out)),
+        bound_launch._Arguments((q, 0.5, out, 1, 2, 3, counter), (q, out, counter)),
         [(3, 0), (4, 1), (5, 2)],
         lambda counts: (10 * counts.total_q, 1, 1) if counts.total_q else None,
         sample,
         lambda *arguments: None,
+        2,
     )
     launch(Counts(4, 50, 60), out, q)
     launch(Counts(4, 0, 60), out, q)  # nothing to do
     head = (500, 1, 1, STREAM + INDEX, "function", "metadata", None, None, None)
-    run(*head, out.data_ptr(), 0.5, q.data_ptr(), 4, 50, 60)  # what Triton's own way hands over
+    run(*head, out.data_ptr(), 0.5, q.data_ptr(), 4, 50, 60, (INDEX, STREAM + INDEX))  # what Triton's own way hands over
     assert launched == [launched[-1]] * 2
