@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from fa_autotune import attention, attention_varlen, flash_attn_varlen_qkvpacked_func, varlen_calls, warmup
+from fa_autotune.config import Schedule
 from fa_autotune.family import Access, AttentionFamily, DType, Pass, strongest_access
-from fa_autotune.launch import live_device, load_kernel
+from fa_autotune.launch import live_device, live_toolchain, load_kernel
 from fa_autotune.probes import probes
+from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, Variant
-from fa_autotune.variants import default_config, seed_configs, variant_spec
+from fa_autotune.variants import default_config, seed_configs, supported_variants, variant_spec
 from fa_autotune.verify import verify
 from tests.attention_calls import requiring
 from tests.feature_families import TILED
@@ -43,6 +45,11 @@ every_call = pytest.mark.parametrize("name", CALLS)
 # flash-attention's pairs of lengths, empty sequences, and lengths round the blocks.
 GRID = [(113, 203), (0, 7), (128, 217), (1, 239), (799, 3), (0, 0), (256, 512), (512, 256), (5, 0), (1023, 1024)]
 MIXED = [(113, 203), (0, 7), (1, 1), (300, 300), (5, 0), (64, 64), (129, 127)]
+
+
+def triton_version() -> tuple[int, int]:
+    major, minor = (int(part) for part in live_toolchain().triton.split(".")[:2])
+    return major, minor
 
 
 def arguments_of(name: str, heads: int = 6) -> dict[str, Any]:
@@ -75,14 +82,32 @@ def test_defaults_and_a_seed_pass_their_probes(
         varlen=True,
         **{"bounded_right": False, **features},
     )
-    device, spec = live_device(0), variant_spec(kernel_pass, Variant.PORTABLE)
-    configs: list[Any] = [default_config(spec, family, device.arch), *seed_configs(spec, family, device.arch)[2:3]]
-    for config in dict.fromkeys(configs):
-        if spec.rejection(config, family=family, shape=None, device=device) is not None:
-            continue
-        kernel = load_kernel(Candidate(family=family, variant=Variant.PORTABLE, config=config), device.arch)
-        chosen = probes(family, block_m=config.BLOCK_M, block_n=config.BLOCK_N, exact_lengths=False)
-        assert verify(kernel, family, chosen, torch.device("cuda", 0)).failures == (), config
+    device = live_device(0)
+    for spec in supported_variants(family, device.arch, triton_version()):
+        seeds = seed_configs(spec, family, device.arch)[2:3]
+        configs: list[Any] = [default_config(spec, family, device.arch), *seeds]
+        for config in dict.fromkeys(configs):
+            if spec.rejection(config, family=family, shape=None, device=device) is not None:
+                continue
+            kernel = load_kernel(Candidate(family=family, variant=spec.variant, config=config), device.arch)
+            chosen = probes(family, block_m=config.BLOCK_M, block_n=config.BLOCK_N, exact_lengths=False)
+            assert verify(kernel, family, chosen, torch.device("cuda", 0)).failures == (), config
+
+
+@pytest.mark.parametrize("schedule", Schedule)
+@pytest.mark.parametrize("words", ["", ",causal", ",left=9", ",causal,left=9,softcap,alibi,sinks"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_schedule_of_the_warp_specialised_forward_passes_its_probes(
+    head_dim: int, words: str, schedule: Schedule
+) -> None:
+    family, device = AttentionProblem.parse(f"1x2x1x64x64x{head_dim},varlen{words}").family, live_device(0)
+    spec = variant_spec(Pass.FWD, Variant.HOPPER_WS)
+    if spec.supports(family, device.arch, triton_version()) is not None:
+        pytest.skip("for sm_90")
+    config = spec.config(SCHEDULE=schedule, CONSUMERS=1 if schedule is Schedule.SINGLE else 2, BLOCK_N=64)
+    kernel = load_kernel(Candidate(family=family, variant=spec.variant, config=config), device.arch)
+    chosen = probes(family, block_m=config.BLOCK_M, block_n=config.BLOCK_N, exact_lengths=False)
+    assert verify(kernel, family, chosen, torch.device("cuda", 0)).failures == ()
 
 
 @every_call

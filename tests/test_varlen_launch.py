@@ -127,5 +127,5 @@ def test_counts_addresses_and_programs_reach_the_launcher(
     launch(Counts(4, 50, 60), out, q)
     launch(Counts(4, 0, 60), out, q)  # nothing to do
     head = (500, 1, 1, STREAM + INDEX, "function", "metadata", None, None, None)
-    run(*head, out.data_ptr(), 0.5, q.data_ptr(), 4, 50, 60, (INDEX, STREAM + INDEX))  # what Triton's own way hands over
+    run(*head, out.data_ptr(), 0.5, q.data_ptr(), 4, 50, 60, (INDEX, STREAM + INDEX))  # as Triton's own way does
     assert launched == [launched[-1]] * 2
