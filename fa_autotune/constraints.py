@@ -362,7 +362,7 @@ def diagonal_first(
     """Only a diagonal can be visited first, and not where a program visits each tile in several heads: its neighbours
     then read the same rows so much later that the L2 cache has lost them (28 measurements on an H200: 1.2 to 1.6 ×).
     """
-    if config.DIAGONAL_FIRST and not family.bounded_right:
+    if config.DIAGONAL_FIRST and not (family.bounded_right or family.bounded_left):
         return "DIAGONAL_FIRST needs a diagonal, a full family has none"
     if config.DIAGONAL_FIRST and shape is not None and shape.gqa_group_size > 1:
         return f"DIAGONAL_FIRST makes {shape.gqa_group_size} query heads of a kv head miss the L2 cache"
@@ -372,10 +372,22 @@ def diagonal_first(
 def scores_early(
     family: AttentionFamily, shape: AttentionShape | None, config: HopperWsBwdConfig, device: DeviceSpec
 ) -> str | None:
-    """Scores beside dS need registers that narrow head dims, with twice the rows in a tile, don't have."""
+    """Scores beside dS need registers that narrow head dims, with twice the rows in a tile, and caps don't have."""
     rows = fused_tile(family).block_m
     if config.SCORES_EARLY and rows > ROWS_PER_WARPGROUP:
         return f"SCORES_EARLY makes a tile of {rows} query rows spill; it is for head dims above {NARROW_HEAD_DIM}"
+    if config.SCORES_EARLY and family.softcap:
+        return "SCORES_EARLY makes kernels of capped scores spill"
+    return None
+
+
+def exact_cap(
+    family: AttentionFamily, shape: AttentionShape | None, config: HopperWsBwdConfig, device: DeviceSpec
+) -> str | None:
+    """Where a branch for masks separates tanh from the exponentials, the compiler holds fewer values at a time; without
+    it capped kernels spill in many combinations, and no mask at all gains them next to nothing."""
+    if config.EXACT_LENGTHS and family.softcap:
+        return "EXACT_LENGTHS makes kernels of capped scores spill"
     return None
 
 
@@ -398,7 +410,14 @@ def fused_shared_memory(
 
 
 # Constraints that look at one knob only: a value that fails them never passes on that family and device.
-ONE_KNOB_CHECKS: tuple[Check, ...] = (register_cap, head_dim_piece, split_outputs, diagonal_first, scores_early)
+ONE_KNOB_CHECKS: tuple[Check, ...] = (
+    register_cap,
+    head_dim_piece,
+    split_outputs,
+    diagonal_first,
+    scores_early,
+    exact_cap,
+)
 
 FORWARD_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
     ("threads", threads),
@@ -453,11 +472,12 @@ PREPROCESS_CONSTRAINTS = DELTA_CONSTRAINTS[:2]
 FUSED_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
     ("diagonal_first", diagonal_first),
     ("scores_early", scores_early),
+    ("exact_cap", exact_cap),
     ("shared_memory", fused_shared_memory),
     ("addressable_dq", addressable_dq),
     ("exact_lengths", exact_lengths),
 )
 
-WIDE_CONSTRAINTS = tuple((name, check) for name, check in FUSED_CONSTRAINTS if check is not scores_early)
+WIDE_CONSTRAINTS = tuple(pair for pair in FUSED_CONSTRAINTS if pair[1] not in (scores_early, exact_cap))
 
 POSTPROCESS_CONSTRAINTS: tuple[tuple[str, Check], ...] = (("threads", threads),)

@@ -172,6 +172,8 @@ class AttentionFamily:
     @property
     def feature_tensors(self) -> tuple[str, ...]:
         """What the kernel takes after its outputs, fp32 (batch, num_q_heads): fields of `features.Features`."""
+        if self.kernel_pass is Pass.BWD_POSTPROCESS:  # knows no scores
+            return ()
         return (*(["alibi_slopes"] if self.alibi else []), *(["sinks"] if self.sinks else []))
 
     @property
@@ -182,6 +184,8 @@ class AttentionFamily:
     @property
     def feature_numbers(self) -> tuple[str, ...]:
         """What the kernel takes after the diagonal: fields of `features.Features`."""
+        if self.kernel_pass is Pass.BWD_POSTPROCESS:  # knows no scores, and of the keys only the diagonals
+            return ("left_diagonal", "key_offset") if self.bounded_left else ()
         return (*(["left_diagonal"] if self.bounded_left else []), *(["softcap"] if self.softcap else []))
 
     @property

@@ -60,6 +60,12 @@ def seen_keys(seqlen_q: int, seqlen_k: int, diagonal: int | None, left_diagonal:
     return (0 if left_diagonal is None else max(0, min(left_diagonal, end))), end
 
 
+def seeing_rows(seqlen_q: int, seqlen_k: int, diagonal: int | None, left_diagonal: int | None) -> tuple[int, int]:
+    """(first, end) of the query rows that see some key; first == end where none does."""
+    end = seqlen_q if left_diagonal is None else max(0, min(seqlen_q, seqlen_k - left_diagonal))
+    return (0 if diagonal is None else min(end, max(0, -diagonal))), end
+
+
 def window_diagonals(
     window: Sequence[int], seqlen_q: int, seqlen_k: int, *, top_left: bool = False
 ) -> tuple[int | None, int | None]:

@@ -75,7 +75,7 @@ def fused_seeds(family: AttentionFamily) -> list[HopperWsBwdConfig]:
     return [
         HopperWsBwdConfig(HEADS_PER_GROUP=heads, DIAGONAL_FIRST=first, EXACT_LENGTHS=exact)
         for exact in (False, True)
-        for heads, first in (_CAUSAL if family.bounded_right else _FULL)
+        for heads, first in (_CAUSAL if family.bounded_right or family.bounded_left else _FULL)
     ]
 
 
@@ -92,5 +92,5 @@ def wide_seeds(family: AttentionFamily) -> list[HopperWideBwdConfig]:
             EXACT_LENGTHS=exact,
         )
         for exact in (False, True)
-        for heads, first in (_WIDE_CAUSAL if family.bounded_right else _WIDE_FULL)
+        for heads, first in (_WIDE_CAUSAL if family.bounded_right or family.bounded_left else _WIDE_FULL)
     ]

@@ -128,9 +128,9 @@ class LoadedKernel:
         bwd_dkdv: q, k, v, do, lse, delta, dk, dv, *tensors, softmax_scale, diagonal, *numbers, and dk, dv are written;
         bwd_dq: q, k, v, do, lse, delta, dq, *tensors, softmax_scale, diagonal, *numbers, and dq is written;
         bwd_preprocess: out, do, lse, statistics, turns, and the last two are written;
-        bwd_fused: q, k, v, do, statistics, turns, dk, dv, dq_acc, softmax_scale, diagonal, and dk, dv and dq_acc are
-        written (an unordered kernel adds to dq_acc), and turns is 0 again;
-        bwd_postprocess: dq_acc, dq, softmax_scale, diagonal, and dq is written.
+        bwd_fused: q, k, v, do, statistics, turns, dk, dv, dq_acc, *tensors, softmax_scale, diagonal, *numbers, and dk,
+        dv and dq_acc are written (an unordered kernel adds to dq_acc), and turns is 0 again;
+        bwd_postprocess: dq_acc, dq, softmax_scale, diagonal, *numbers, and dq is written.
 
         *tensors and *numbers: a family's `feature_tensors`, fp32 (batch, num_q_heads), then its `length_tensors`, int32
         (sequences + 1), where the batch is that of the sequences and 1 for all else; and its `feature_numbers`. Others

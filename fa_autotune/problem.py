@@ -218,9 +218,9 @@ class AttentionProblem:
     def for_pass(self, kernel_pass: Pass, *, unordered: bool = False) -> Self:
         """The problem that another kernel of the same call solves.
 
-        delta and the preprocessing know neither keys nor a mask, so calls that differ in these alone share their
-        problem. The access stays, but is that of ordinary tensors where this problem's is. `unordered` is that of the
-        fused kernel. InvalidProblemError from a pass without keys to another one.
+        delta and the preprocessing know neither keys nor a mask, and the postprocessing no scores: calls that differ in
+        these alone share their problem. The access stays, but is that of ordinary tensors where this problem's is.
+        `unordered` is that of the fused kernel. InvalidProblemError from a pass without keys to another one.
         """
         if kernel_pass is self.family.kernel_pass and unordered is self.family.unordered:
             return self
@@ -230,7 +230,10 @@ class AttentionProblem:
             )
         if kernel_pass not in KEYLESS_PASSES:
             sinks = self.family.sinks and kernel_pass is Pass.FWD
-            return replace(self, family=replace(self.family, kernel_pass=kernel_pass, unordered=unordered, sinks=sinks))
+            family = replace(self.family, kernel_pass=kernel_pass, unordered=unordered, sinks=sinks)
+            if kernel_pass is Pass.BWD_POSTPROCESS:
+                family = replace(family, softcap=False, alibi=False)
+            return replace(self, family=family)
         family, head_dim_v = self.family, self.family.head_dim_v
         batch_size, seqlen_q = self.shape.batch_size, self.shape.seqlen_q
         if family.varlen:  # rows one after another

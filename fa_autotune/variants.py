@@ -48,7 +48,7 @@ from fa_autotune.estimates import (
     whole_smem_bytes,
 )
 from fa_autotune.family import Access, AttentionFamily, DType, Pass
-from fa_autotune.fused_workspace import WIDEST_SHARED, is_wide
+from fa_autotune.fused_workspace import PART_ROWS, WIDEST_SHARED, fused_tile, is_wide
 from fa_autotune.hopper_seeds import forward_seeds, fused_seeds, wide_seeds
 from fa_autotune.problem import AttentionProblem, AttentionShape
 from fa_autotune.records import Candidate, CompileForm, Variant
@@ -373,26 +373,28 @@ def _hopper_forward_supports(family: AttentionFamily, arch: str, triton_version:
     return None
 
 
-def _plain_scores(family: AttentionFamily) -> str | None:
+def _unknown_to_fused(family: AttentionFamily) -> str | None:
     """What the fused backwards, and the kernels beside them, do not know yet."""
-    lacks = {"bounded_left": "window to the left", "softcap": "cap on the scores", "alibi": "ALiBi"}
+    lacks = {"alibi": "ALiBi", "varlen": "sequences in a row"}
     found = [words for name, words in lacks.items() if getattr(family, name)]
-    if family.varlen:
-        return f"it knows no {' and no '.join([*found, 'sequences in a row'])}; the portable variant serves"
-    return f"it knows no {' and no '.join(found)}; the tma and portable variants serve" if found else None
+    others = "portable variant serves" if family.varlen else "tma and portable variants serve"
+    return f"it knows no {' and no '.join(found)}; the {others}" if found else None
 
 
 def _fused_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
     if is_wide(family):
         widest = max(family.head_dim, family.head_dim_v)
         return f"its warpgroups share out dk and dv up to head_dim {WIDEST_SHARED}, not {widest}; hopper_wide serves"
-    return _hopper_ws_supports(family, arch, triton_version) or _plain_scores(family)
+    narrow = fused_tile(family).block_m > PART_ROWS
+    if family.unordered and family.softcap and family.bounded_left and narrow and family.dtype is DType.FLOAT16:
+        return "a window of capped scores in float16 spills where dq is added in any order; in order it is served"
+    return _hopper_ws_supports(family, arch, triton_version) or _unknown_to_fused(family)
 
 
 def _wide_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
     if not is_wide(family):
         return f"it is for head dims above {WIDEST_SHARED}; hopper_ws serves"
-    return _hopper_ws_supports(family, arch, triton_version) or _plain_scores(family)
+    return _hopper_ws_supports(family, arch, triton_version) or _unknown_to_fused(family)
 
 
 def _beside_fused_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
@@ -401,7 +403,7 @@ def _beside_fused_supports(family: AttentionFamily, arch: str, triton_version: t
         return f"it goes with the fused kernel, which is for sm_90, not {arch}"
     if family.dtype is DType.FLOAT32:
         return "it goes with the fused kernel, which multiplies no float32"
-    return _portable_supports(family, arch, triton_version) or _plain_scores(family)
+    return _portable_supports(family, arch, triton_version) or _unknown_to_fused(family)
 
 
 def _tma_backward_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:

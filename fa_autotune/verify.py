@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fa_autotune.family import KEYLESS_PASSES, AttentionFamily, DType, Pass
-from fa_autotune.features import Features, seen_keys
+from fa_autotune.features import Features, seeing_rows, seen_keys
 from fa_autotune.probes import Probe
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import AccuracyReport
@@ -181,8 +181,8 @@ def _results(workload: Workload, outputs: Sequence[Tensor]) -> list[Tensor]:
         return list(outputs)
     dk, dv, dq_acc = outputs
     dq = dq_of_acc(workload.family, workload.shape, dq_acc) * workload.softmax_scale
-    if workload.diagonal is not None:
-        dq[:, :, : max(0, -workload.diagonal)] = 0.0  # rows that see no key may lie in a tile that nobody writes
+    first, end = _seeing_rows(workload)
+    dq[:, :, :first] = dq[:, :, end:] = 0.0  # rows that see no key may lie in a tile that nobody writes
     return [dk, dv, dq.to(dk.dtype)]
 
 
@@ -399,9 +399,9 @@ def _expectations(
         return [_Statistics(ref=ref, magnitude=finite), _Zeros(name="turns")]
     if family.kernel_pass is Pass.BWD_POSTPROCESS:
         ref = dq_of_acc(family, workload.shape, inputs[0]) * workload.softmax_scale
+        first, end = _seeing_rows(workload)
         empty = torch.zeros(ref.shape[:3], dtype=torch.bool, device=ref.device)
-        if workload.diagonal is not None:
-            empty[:, :, : max(0, -workload.diagonal)] = True
+        empty[:, :, :first] = empty[:, :, end:] = True
         ref = torch.where(empty[..., None], 0.0, ref)
         pt = ref.to(TORCH_DTYPES[family.dtype])
         return [_Numbers(name="dq", ref=ref, pt=pt, zero=empty, why="rows that see no key")]
@@ -522,6 +522,12 @@ def _seen_keys(workload: Workload) -> tuple[int, int]:
     """The keys that some row sees."""
     shape = workload.shape
     return seen_keys(shape.seqlen_q, shape.seqlen_k, workload.diagonal, workload.features.left_diagonal)
+
+
+def _seeing_rows(workload: Workload) -> tuple[int, int]:
+    """The query rows that see some key."""
+    shape = workload.shape
+    return seeing_rows(shape.seqlen_q, shape.seqlen_k, workload.diagonal, workload.features.left_diagonal)
 
 
 def _expected_stretch(workload: Workload, batch: int, head: int, start: int, stop: int) -> list[_Expectation]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fa_autotune.family import KEYLESS_PASSES, AttentionFamily, Pass
-from fa_autotune.features import NO_FEATURES, Features
+from fa_autotune.features import NO_FEATURES, Features, seeing_rows
 from fa_autotune.fused_workspace import DQ_LANES, dq_acc_size, fused_tile, statistics_size, turns_size
 from fa_autotune.problem import AttentionProblem, AttentionShape
 from fa_autotune.reference import TORCH_DTYPES, backward_statistics, seeded_inputs, seeded_output
@@ -177,7 +177,7 @@ def seeded_workload(
     kernel_pass = family.kernel_pass
     inputs: tuple[Tensor, ...]
     if kernel_pass is Pass.BWD_POSTPROCESS:
-        inputs = (_seeded_dq_acc(problem, device, diagonal, seed, scale),)
+        inputs = (_seeded_dq_acc(problem, device, diagonal, features.left_diagonal, seed, scale),)
     elif kernel_pass in KEYLESS_PASSES:
         inputs = (seeded_output(family, shape, device=device, seed=seed, scale=scale),)
     else:
@@ -245,7 +245,12 @@ def _seeded_lse(shape: AttentionShape, device: torch.device, seed: int) -> Tenso
 
 
 def _seeded_dq_acc(
-    problem: AttentionProblem, device: torch.device, diagonal: int | None, seed: int, scale: float
+    problem: AttentionProblem,
+    device: torch.device,
+    diagonal: int | None,
+    left_diagonal: int | None,
+    seed: int,
+    scale: float,
 ) -> Tensor:
     """A random dq_acc; NaN in the rows that see no key, which the fused kernel may leave unwritten."""
     family, shape = problem.family, problem.shape
@@ -254,8 +259,8 @@ def _seeded_dq_acc(
     rows = -(-shape.seqlen_q // tile.block_m) * tile.block_m
     size = (shape.batch_size, shape.num_q_heads, rows, tile.columns)
     dq = torch.randn(size, generator=generator, device=device) * scale
-    if diagonal is not None:
-        dq[:, :, : max(0, -diagonal)] = float("nan")
+    first, end = seeing_rows(shape.seqlen_q, shape.seqlen_k, diagonal, left_diagonal)
+    dq[:, :, :first] = dq[:, :, end : shape.seqlen_q] = float("nan")
     return acc_of_dq(family, dq)
 
 

@@ -22,7 +22,7 @@ from fa_autotune.fused_workspace import is_wide
 from fa_autotune.generated import write_module
 from fa_autotune.records import Candidate, CompileForm, TrialStatus, Variant
 from fa_autotune.render import render
-from fa_autotune.variants import KnobValue, VariantSpec, default_config, variant_spec
+from fa_autotune.variants import GLUON_TRITONS, KnobValue, VariantSpec, default_config, variant_spec
 from fa_autotune.worker import WorkerPool
 
 pytestmark = pytest.mark.kernel
@@ -38,6 +38,8 @@ def make_candidate(
     causal: bool = False,
     dtype: DType = DType.BFLOAT16,
     unordered: bool = False,
+    left: bool = False,
+    softcap: bool = False,
     **knobs: KnobValue,
 ) -> Candidate:
     family = AttentionFamily(
@@ -47,6 +49,8 @@ def make_candidate(
         head_dim_v=head_dim_v or head_dim,
         bounded_right=causal,
         unordered=unordered,
+        bounded_left=left,
+        softcap=softcap,
     )
     spec = spec_of(family)
     default = default_config(spec, family, "sm_90")
@@ -103,6 +107,9 @@ QUICK = [
     make_candidate(192),
     make_candidate(192, 128, causal=True, dtype=DType.FLOAT16),
     make_candidate(64, 256, causal=True, dtype=DType.FLOAT16, EXACT_LENGTHS=True, DQ_STAGES=1),
+    make_candidate(causal=True, left=True, softcap=True),
+    make_candidate(64, causal=True, left=True, softcap=True, dtype=DType.FLOAT16),
+    make_candidate(256, causal=True, left=True, softcap=True),
 ]
 
 
@@ -121,6 +128,35 @@ def test_all_of_the_space_passes_the_gates(head_dim: int, causal: bool, dtype: D
         for family in [make_candidate(head_dim, causal=causal, dtype=dtype, unordered=unordered).family]
         for config in spec_of(family).configs()
         if config.HEADS_PER_GROUP == 8  # type: ignore[union-attr]  # it changes one number
+        and spec_of(family).rejection(config, family=family, shape=None, device=H200) is None
+    ]
+    assert failed(candidates, compiled(candidates)) == {}
+
+
+FEATURES: dict[str, dict[str, bool]] = {
+    "left": {"left": True},
+    "window": {"left": True, "causal": True},
+    "softcap": {"softcap": True},
+    "causal softcap": {"causal": True, "softcap": True},
+    "left softcap": {"left": True, "softcap": True},
+    "window softcap": {"left": True, "causal": True, "softcap": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 192, 256])
+def test_the_space_of_features_passes_the_gates(head_dim: int, features: str, dtype: DType, compiled: Compile) -> None:
+    """But for the number of heads side by side and the order of key blocks, which change little."""
+    candidates = [
+        Candidate(family=family, variant=spec_of(family).variant, config=config)
+        for unordered in (False, True)
+        for family in [make_candidate(head_dim, dtype=dtype, unordered=unordered, **FEATURES[features]).family]
+        if spec_of(family).supports(family, "sm_90", GLUON_TRITONS[0]) is None
+        for config in spec_of(family).configs()
+        if config.HEADS_PER_GROUP == 8
+        and not config.DIAGONAL_FIRST  # type: ignore[union-attr]
         and spec_of(family).rejection(config, family=family, shape=None, device=H200) is None
     ]
     assert failed(candidates, compiled(candidates)) == {}

@@ -217,6 +217,23 @@ GOLDEN_CASES = {
     ),
     "bwd_dq_portable/bf16_d64_full_varlen": make_backward(Pass.BWD_DQ, Variant.PORTABLE, make_family(varlen=True)),
     "bwd_dq_tma/bf16_d64_full_exact": make_backward(Pass.BWD_DQ, Variant.TMA, make_family(), EXACT_LENGTHS=True),
+    "bwd_fused_hopper_ws/bf16_d128_window": make_fused(make_family(head_dim=128, causal=True, bounded_left=True)),
+    "bwd_fused_hopper_ws/fp16_d64_causal_softcap_diagonal_first": make_fused(
+        make_family(DType.FLOAT16, causal=True, softcap=True), DIAGONAL_FIRST=True
+    ),
+    "bwd_fused_hopper_ws/bf16_d64_left_softcap": make_fused(make_family(bounded_left=True, softcap=True)),
+    "bwd_fused_hopper_ws/bf16_d128_left_unordered_exact": make_fused(
+        make_family(head_dim=128, bounded_left=True), unordered=True, EXACT_LENGTHS=True
+    ),
+    "bwd_fused_hopper_wide/bf16_d256_window_softcap": make_fused(
+        make_family(head_dim=256, causal=True, bounded_left=True, softcap=True), variant=Variant.HOPPER_WIDE
+    ),
+    "bwd_postprocess_portable/bf16_d128_window": make_backward(
+        Pass.BWD_POSTPROCESS, Variant.PORTABLE, make_family(head_dim=128, causal=True, bounded_left=True)
+    ),
+    "bwd_postprocess_portable/bf16_d192_left": make_backward(
+        Pass.BWD_POSTPROCESS, Variant.PORTABLE, make_family(head_dim=192, bounded_left=True)
+    ),
 }
 
 cases = pytest.mark.parametrize("case", GOLDEN_CASES)

@@ -314,9 +314,6 @@ def test_both_edges_of_a_window_spill_beside_the_widest_values() -> None:
     ("text", "says"),
     [
         ("alibi,bwd_fused", "it knows no ALiBi;"),
-        ("left=1023,bwd_fused", "it knows no window to the left;"),
-        ("softcap,bwd_fused", "it knows no cap on the scores;"),
-        ("left=1023,softcap,bwd_fused", "it knows no window to the left and no cap on the scores;"),
     ],
 )
 def test_the_trace_says_why_a_feature_is_not_served_by_a_variant(text: str, says: str) -> None:
@@ -339,7 +336,15 @@ def test_the_backward_of_sinks_may_be_fused() -> None:
     assert choice.way is BackwardWay.FUSED
 
 
-def test_the_backward_of_a_window_is_split_and_says_why() -> None:
-    choice = dispatcher().backward_choice(AttentionProblem.parse("4x32x8x4096x4096x128,causal,left=1023"))
+@pytest.mark.parametrize(
+    "text", ["causal,left=1023", "left=1023,right=5", "left=1023", "causal,softcap", "left=9,softcap"]
+)
+def test_the_backward_of_windows_and_caps_may_be_fused(text: str) -> None:
+    choice = dispatcher().backward_choice(AttentionProblem.parse(f"4x32x8x4096x4096x128,{text}"))
+    assert choice.way is BackwardWay.FUSED
+
+
+def test_the_backward_of_alibi_is_split_and_says_why() -> None:
+    choice = dispatcher().backward_choice(AttentionProblem.parse("4x32x8x4096x4096x128,causal,alibi"))
     assert choice.describe().startswith("backward split: no kernel serves bwd_fused")
-    assert "it knows no window to the left" in choice.reason
+    assert "it knows no ALiBi" in choice.reason
