@@ -34,6 +34,12 @@ if TYPE_CHECKING:
     from fa_autotune.jobs import tune
     from fa_autotune.ops import attention, explain, flush_misses, warmup
     from fa_autotune.problem import AttentionProblem
+    from fa_autotune.varlen import attention_varlen
+    from fa_autotune.varlen_dropins import (
+        flash_attn_varlen_func,
+        flash_attn_varlen_kvpacked_func,
+        flash_attn_varlen_qkvpacked_func,
+    )
 
 __version__ = "0.1.0.dev0"
 
@@ -56,10 +62,14 @@ __all__ = [
     "WorkerTimeout",
     "__version__",
     "attention",
+    "attention_varlen",
     "explain",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "flush_misses",
     "scaled_dot_product_attention",
     "tune",
@@ -70,10 +80,14 @@ _MODULE_BY_NAME = {
     "AttentionProblem": "problem",
     "TuningDatabase": "database",
     "attention": "ops",
+    "attention_varlen": "varlen",
     "explain": "ops",
     "flash_attn_func": "dropins",
     "flash_attn_kvpacked_func": "dropins",
     "flash_attn_qkvpacked_func": "dropins",
+    "flash_attn_varlen_func": "varlen_dropins",
+    "flash_attn_varlen_kvpacked_func": "varlen_dropins",
+    "flash_attn_varlen_qkvpacked_func": "varlen_dropins",
     "flush_misses": "ops",
     "scaled_dot_product_attention": "dropins",
     "tune": "jobs",
@@ -82,8 +96,6 @@ _MODULE_BY_NAME = {
 
 # Names that the public surface will have, and what serves in their place today.
 _PLANNED = {
-    "attention_varlen": "pad the batch and call `attention`",
-    "flash_attn_varlen_func": "pad the batch and call `attention`",
     "flash_attn_with_kvcache": "call `attention` on the filled part of the cache",
     "record_problems": "call `attention` and tune what it missed: `flush_misses()`, then `fa-autotune tune --missed`",
 }

@@ -10,7 +10,7 @@ import importlib.util
 import math
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -34,9 +34,10 @@ from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Measurement
 from fa_autotune.reference import seeded_inputs
 from fa_autotune.tensors import BHSD, GENERATED, UNORDERED, WINDOW
+from fa_autotune.varlen_bench import backward_in_a_row, document_mask, in_a_row, lengths_of
 from fa_autotune.workload import bottom_right_diagonal, seeded_features
 
-OURS, OURS_UNORDERED = "ours", "ours-unordered"
+OURS, OURS_UNORDERED, OURS_PADDED = "ours", "ours-unordered", "ours-padded"
 
 BACKWARD_FLOPS = 2.5  # of the forward's: the literature counts five matrix products, also where seven are computed
 
@@ -237,15 +238,20 @@ def prepare(
 def _ours(
     dispatcher: Dispatcher, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple["partial[None]", str]:
-    problem = problem.as_called()
+    asked, problem = problem, problem.as_called()
     decision = dispatcher.decide(problem)
     kernel = load_kernel(decision.candidate, dispatcher.device.arch)
+    if problem.family.varlen:
+        q, k, v = map(in_a_row, (q, k, v))
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     scale = q.shape[3] ** -0.5
     diagonal = bottom_right_diagonal(problem)
     note = f"{decision.candidate.variant} {config_label(decision.candidate.config)} ({decision.origin})"
-    features, family = seeded_features(problem, device=q.device), problem.family
+    features, family = seeded_features(asked, device=q.device), problem.family
+    if family.varlen:
+        cu_seqlens_q, cu_seqlens_k = lengths_of(asked, q.device)
+        features = replace(features, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     tensors = (q, k, v, out, lse, *features.tensors(family))
     return partial(kernel, *tensors, scale, diagonal, *features.numbers(family)), note
 
@@ -254,22 +260,30 @@ def _our_backward(
     dispatcher: Dispatcher, backend: int, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Launch, str]:
     """What a training step launches after the forward, and the memory that it allocates; `backend` as in `tensors`."""
+    note = _backward_note(dispatcher, problem, backend)
+    if problem.family.varlen:
+        return backward_in_a_row(problem, q, k, v), note
     features = seeded_features(problem, device=q.device)
     extras = () if features.alibi_slopes is features.sinks is None else (features.alibi_slopes, features.sinks)
     plan = plan_of(q, k, v, (None, WINDOW, BHSD, backend, *problem.window, features.softcap), extras)
     out, lse = plan.forward(q, k, v, *extras)
     needed = (True, True, True, features.sinks is not None)
     launch = partial(plan.backward, (q, k, v, out, lse, *extras), torch.randn_like(out), None, needed)
+    return launch, note
+
+
+def _backward_note(dispatcher: Dispatcher, problem: AttentionProblem, backend: int) -> str:
+    """Which kernels a backward runs."""
     problems = dispatcher.backward(problem.as_called(), unordered=backend == UNORDERED)
     candidates = [dispatcher.decide(one).candidate for one in problems]
-    return launch, "; ".join(
+    return "; ".join(
         f"{one.family.kernel_pass} {one.variant} {config_label(one.config)}"
         for one in candidates
         if one.family.kernel_pass in (Pass.BWD_DKDV, Pass.BWD_DQ, Pass.BWD_FUSED)
     )
 
 
-def _ours_unordered(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Any], str]:
+def _ours_unordered(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple["partial[Any]", str]:
     features = seeded_features(problem, device=q.device)
     options: dict[str, Any] = {
         "window_size": problem.window,
@@ -278,8 +292,15 @@ def _ours_unordered(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) 
         "sinks": None if features.sinks is None else features.sinks[0],
         "deterministic": False,
     }
-    launch = partial(attention, q, k, v, layout="bhsd", **options)
+    launch: partial[Any] = partial(attention, q, k, v, layout="bhsd", **options)
     return launch, "ours with deterministic=False"
+
+
+def _ours_padded(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Any], str]:
+    if not problem.family.varlen:
+        raise UnsupportedError("this problem is a batch of one length already; the peer is for varlen ones")
+    launch, _ = _ours_unordered(problem, q, k, v)
+    return partial(launch, deterministic=True), "our kernels on the same sequences as a batch"
 
 
 def _backward_of(make: Peer, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Launch, str]:
@@ -330,6 +351,9 @@ def _flex(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[C
 
         shown = visible if problem.family.bounded_left else causal
         mask = create_block_mask(shown, None, None, shape.seqlen_q, shape.seqlen_k, device=q.device)
+    if problem.family.varlen:
+        q, k, v = map(in_a_row, (q, k, v))
+        mask = create_block_mask(document_mask(problem), None, None, q.shape[2], k.shape[2], device=q.device)
     options: dict[str, Any] = {"block_mask": mask, "enable_gqa": shape.gqa_group_size > 1}
     features = seeded_features(problem, device=q.device)
     if score_mod := _score_mod(features, shape.seqlen_k - shape.seqlen_q):
@@ -403,6 +427,7 @@ PEERS: dict[str, Peer] = {
     "flex": _flex,
     "fa3": _fa3,
     OURS_UNORDERED: _ours_unordered,
+    OURS_PADDED: _ours_padded,
 }
 
 

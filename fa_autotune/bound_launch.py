@@ -10,12 +10,13 @@ import copy
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fa_autotune.launch import LoadedKernel, bind_thread, make_context_current
+from fa_autotune.family import Pass
+from fa_autotune.launch import LoadedKernel, bind_thread, make_context_current, num_sms_of
 from fa_autotune.scratch import scratch_address
 
 Launch = Callable[..., None]
@@ -49,6 +50,115 @@ def bind(
     if kernel.compiled is None or sample is None:
         return launch
     return _on_gpu(kernel.compiled, arguments, grid, sample, launch, len(tensors) if counter else None)
+
+
+class Counts(NamedTuple):
+    """What changes from call to call of sequences in a row: their number, and the rows of q and of k."""
+
+    num_sequences: int
+    total_q: int
+    total_k: int
+
+
+def bind_varlen(
+    kernel: LoadedKernel, tensors: Sequence[Tensor], *numbers: float | int | None, gpu: int | None = None
+) -> Callable[..., None]:
+    """As `bind`, a function of `Counts` and the tensors: these may have other numbers of rows and sequences each time.
+
+    For kernels of a varlen family, and the delta that goes with them; LaunchError, when launched, for too large a grid.
+    """
+    tensors = [tensor.detach() for tensor in tensors]
+    counter = (torch.empty(0, dtype=torch.int32, device="meta"),) if kernel.is_persistent else ()
+    arguments = _Arguments(kernel.module.arguments(*tensors, *numbers, *counter), (*tensors, *counter))
+    grid_of = _grid_of_counts(kernel, tensors, gpu)
+    names = list(kernel.module.SIGNATURE)
+    spots = [(names.index(name), number) for name, number in _COUNT_OF.items() if name in names]
+
+    def slow(counts: Counts, *actual: Tensor) -> None:
+        if grid := grid_of(counts):
+            values = arguments.filled((*actual, *kernel.scratch(actual[0].device)))
+            for position, number in spots:
+                values[position] = counts[number]
+            kernel.run(grid, values)
+
+    if kernel.compiled is None or gpu is None:
+        return slow
+    sample = torch.empty(16, device=torch.device("cuda", gpu))
+    return _varlen_on_gpu(kernel.compiled, arguments, spots, grid_of, sample, slow, len(tensors) if counter else None)
+
+
+def _varlen_on_gpu(
+    compiled: Any,
+    arguments: "_Arguments",
+    spots: Sequence[tuple[int, int]],
+    grid_of: Callable[[Counts], tuple[int, ...] | None],
+    sample: Tensor,
+    slow: Callable[..., None],
+    counter: int | None,
+) -> Callable[..., None]:
+    """`spots`: the position of an argument, and which of the counts it is; `counter` as in `_on_gpu`."""
+    index = sample.device.index
+    programs = int("1000003")  # an object of its own, by which its place is found
+    ready = _prepared(compiled, arguments, programs, sample)
+    if ready is None:
+        return slow
+    function, before, is_flat, place, stream_of, runtime = (
+        ready.function, ready.before, ready.is_flat, ready.place, ready.stream_of, ready.runtime,
+    )  # fmt: skip
+    place_of_programs = next(place for place, value in enumerate(before) if value is programs)
+    first = len(before) if is_flat else 0
+    count_spots = [(first + ready.places[position], number) for position, number in spots]
+    address_spots = [
+        (first + position, number, known, encode)
+        for position, number, known, encode in ready.fillers
+        if number != counter
+    ]
+    place_of_counter = next((first + position for position, number, *_ in ready.fillers if number == counter), None)
+    whole = [*before, *ready.template] if is_flat else ready.template
+
+    def launch(counts: Counts, *actual: Tensor) -> None:
+        grid = grid_of(counts)
+        if not grid:
+            return
+        if _is_hooked(runtime):
+            return slow(counts, *actual)
+        values = whole.copy()
+        for position, number, known, encode in address_spots:
+            address = actual[number].data_ptr()
+            values[position] = address if known is None else known.get(address) or encode(address)
+        for position, number in count_spots:
+            values[position] = counts[number]
+        stream = stream_of(index)
+        if place_of_counter is not None:
+            values[place_of_counter] = scratch_address(index, stream)
+        head = values if is_flat else before.copy()
+        head[place], head[place_of_programs] = stream, grid[0]
+        if is_flat:
+            function(*values)
+        else:
+            function(*head, values)
+
+    return launch
+
+
+_COUNT_OF = {"num_sequences": 0, "total_q": 1, "total_k": 2, "seqlen_q": 1}  # kernels' names of what `Counts` hold
+
+
+def _grid_of_counts(
+    kernel: LoadedKernel, tensors: Sequence[Tensor], gpu: int | None
+) -> Callable[[Counts], tuple[int, ...] | None]:
+    """The programs of a call, None where there are none; LaunchError if a launch can't take that many."""
+    kernel_pass = kernel.candidate.family.kernel_pass
+    owner = 1 if kernel_pass is Pass.BWD_DKDV else 0
+    num_heads = tensors[owner].shape[1]
+    num_sms = () if gpu is None or not kernel.is_persistent else (num_sms_of(gpu),)
+
+    def grid_of(counts: Counts) -> tuple[int, ...] | None:
+        num_sequences = 1 if kernel_pass is Pass.BWD_DELTA else counts.num_sequences
+        total = counts[1 + owner]
+        return kernel.grid_of(num_sequences, num_heads, total, *num_sms) if total else None
+
+    return grid_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,22 +207,14 @@ def _on_gpu(
     counter: int | None = None,
 ) -> Launch:
     """`counter`: the number of the tensor that no launch is given: it is looked up, since the stream decides which."""
-    import triton  # noqa: PLC0415 - loaded by now: the kernel is compiled
-
     index = sample.device.index
-    bind_thread(index)
-    with torch.cuda.device(index):
-        run = compiled.run  # loads the kernel on the current device
-    expanded = _expand(run, arguments, sample)
-    if expanded is None:
+    ready = _prepared(compiled, arguments, grid[0], sample)
+    if ready is None:
         return slow
-    run, template, fillers = expanded
-    head = (grid[0], 1, 1, _STREAM, compiled.function, compiled.packed_metadata, None, None, None)
-    function, before, is_flat = _tapped(run, head, template)
-    place = before.index(_STREAM)
-    stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of)
-    runtime = triton.knobs.runtime
-
+    function, before, template, is_flat, fillers, place, stream_of, runtime = (
+        ready.function, ready.before, ready.template, ready.is_flat, ready.fillers, ready.place, ready.stream_of,
+        ready.runtime,
+    )  # fmt: skip
     first = len(before) if is_flat else 0
     whole = [*before, *template] if is_flat else template
     spots = [
@@ -137,6 +239,49 @@ def _on_gpu(
             function(*before[:place], stream, *before[place + 1 :], values)
 
     return launch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Ready:
+    """What a launch calls, and what it fills in: see `_tapped` and `_expand`. `place`: where the stream goes; `places`:
+    where in the template each of a kernel's arguments begins."""
+
+    function: Callable[..., None]
+    before: list[Any]
+    template: list[Any]
+    is_flat: bool
+    fillers: "list[_Filler]"
+    places: list[int]
+    place: int
+    stream_of: Callable[[int], int]
+    runtime: Any
+
+
+def _prepared(compiled: Any, arguments: _Arguments, programs: int, sample: Tensor) -> _Ready | None:
+    """A kernel put on a sample's GPU; None where Triton's launcher is not as expected."""
+    import triton  # noqa: PLC0415 - loaded by now: the kernel is compiled
+
+    index = sample.device.index
+    bind_thread(index)
+    with torch.cuda.device(index):
+        run = compiled.run  # loads the kernel on the current device
+    expanded = _expand(run, arguments, sample)
+    if expanded is None:
+        return None
+    run, template, fillers, places = expanded
+    head = (programs, 1, 1, _STREAM, compiled.function, compiled.packed_metadata, None, None, None)
+    function, before, is_flat = _tapped(run, head, template)
+    return _Ready(
+        function=function,
+        before=before,
+        template=template,
+        is_flat=is_flat,
+        fillers=fillers,
+        places=places,
+        place=before.index(_STREAM),
+        stream_of=getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of),
+        runtime=triton.knobs.runtime,
+    )
 
 
 _Filler = tuple[int, int, dict[int, Any] | None, Any]  # position, tensor's number, descriptors known, encoder
@@ -165,8 +310,9 @@ def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
-def _expand(run: Any, arguments: _Arguments, sample: Tensor) -> tuple[Any, list[Any], list[_Filler]] | None:
-    """The launcher that takes what descriptors stand for, its arguments, and what fills in their addresses.
+def _expand(run: Any, arguments: _Arguments, sample: Tensor) -> tuple[Any, list[Any], list[_Filler], list[int]] | None:
+    """The launcher that takes what descriptors stand for, its arguments, what fills in their addresses, and where each
+    argument begins.
 
     None where Triton's launcher is not as expected.
     """
@@ -181,8 +327,10 @@ def _expand(run: Any, arguments: _Arguments, sample: Tensor) -> tuple[Any, list[
     numbers = {spot.position: spot.number for spot in (*arguments.pointers, *arguments.descriptors)}
     template: list[Any] = []
     fillers: list[_Filler] = []
+    places: list[int] = []
     for position, value in enumerate(arguments.values):
         encoder = encoders.get(position)
+        places.append(len(template))
         if position in numbers:
             known = None if encoder is None else encoder.known
             fillers.append((len(template), numbers[position], known, encoder))
@@ -193,7 +341,7 @@ def _expand(run: Any, arguments: _Arguments, sample: Tensor) -> tuple[Any, list[
             if isinstance(map_, _Address):
                 return None  # lowered to a plain pointer
             template += [map_, *rest]
-    return run, template, fillers
+    return run, template, fillers, places
 
 
 def _opened(run: Any) -> tuple[Any, Callable[..., list[Any]], Sequence[Any]] | None:

@@ -113,11 +113,11 @@ def _new_plan(q: Tensor, k: Tensor, v: Tensor, arguments: CallArguments, extras:
         return _EmptyPlan(arguments)
     if scale is not None and not MIN_SCALE <= scale <= MAX_SCALE:
         return _SignPlan(arguments, scale)
-    if arguments.backend != REFERENCE and _runs_kernels(q):
+    if arguments.backend != REFERENCE and runs_kernels(q):
         return KernelPlan(arguments, q, k, v, extras)
     if arguments.backend != REFERENCE:
         with _lock:  # once, however many threads come first
-            _tell_of_reference()
+            tell_of_reference()
     return _ReferencePlan(arguments)
 
 
@@ -138,12 +138,14 @@ def _sinks_of(extras: Extras) -> Tensor | None:
     return extras[1] if extras else None
 
 
-def _runs_kernels(q: Tensor) -> bool:
+def runs_kernels(q: Tensor) -> bool:
+    """Whether calls on a tensor's device run generated kernels."""
     return q.is_cuda or interpreting()
 
 
 @cache
-def _tell_of_reference() -> None:
+def tell_of_reference() -> None:
+    """Say, once, that there is no GPU to run kernels."""
     _logger.warning(
         "attention got CPU tensors and runs a plain torch reference: exact, but slow and O(seqlen_q · seqlen_k) in "
         "memory. Generated kernels need a GPU (or TRITON_INTERPRET=1, for tests). Told once."

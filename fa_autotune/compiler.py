@@ -192,7 +192,7 @@ def vector_access(request: CompileRequest, text: CompiledText, resources: Resour
         return None
     expected = min(VECTOR_BYTES, min(tiles) // text.threads)
     widths = _load_widths(text.assembly)
-    if widths[4] <= len(_SCALAR_LOAD.findall(text.ttgir)):  # a head's slope or sink
+    if widths[4] <= len(_SCALAR_LOAD.findall(text.ttgir)):  # a head's slope or sink, where a sequence starts
         del widths[4]
     narrowest = min(widths.keys() - _row_widths(text), default=VECTOR_BYTES)
     return None if narrowest >= expected else f"reads global memory in units of {narrowest} bytes, not {expected}"
@@ -221,8 +221,8 @@ _FUSED = ".entry attention_bwd_fused("
 _PRODUCT = re.compile(r"\b(?:tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma)")
 _REDUCTION = re.compile(r'"tt\.reduce"\(.*?axis = (\d+).*?\}\) : \(tensor<([\dx]+)x\w+, #(\w+)', re.DOTALL)
 _TILE_LOAD = re.compile(r"(?:tt\.load|ttg\.async_copy_global_to_local) .*: tensor<(\d+(?:x\d+)+)x!tt\.ptr<(\w+)>")
-_ROW_LOAD = re.compile(r"(?:tt\.load|ttg\.async_copy_global_to_local) .*: tensor<(\d+)x!tt\.ptr<f32>")
-_SCALAR_LOAD = re.compile(r"tt\.load .*: !tt\.ptr<f32>")
+_ROW_LOAD = re.compile(r"(?:tt\.load|ttg\.async_copy_global_to_local) .*: tensor<(\d+)x!tt\.ptr<[fi]32>")
+_SCALAR_LOAD = re.compile(r"tt\.load .*: !tt\.ptr<[fi]32>")
 _LAYOUT = re.compile(r"^#(\w+) = (#ttg\.(?:blocked|linear|nvidia_mma|amd_mfma)<.*>)$", re.MULTILINE)
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global [^;]*?\], (0x[0-9a-f]+|\d+)")
 _LOAD = re.compile(r"\bld\.global(?:\.[\w:]+?)*?(?:\.v(\d))?\.[bsuf](\d+)\s")
@@ -246,7 +246,7 @@ def _load_widths(ptx: str) -> Counter[int]:
 
 
 def _row_widths(text: CompiledText) -> set[int]:
-    """Bytes by which lse and delta may be read: a backward loads them value by value, or as many as a thread has."""
+    """Bytes by which lse, delta and the starts of sequences may be read: one by one, or as many as a thread has."""
     lengths = [int(match[1]) for match in _ROW_LOAD.finditer(text.ttgir)]
     return {width for length in lengths for width in (4, max(4, min(VECTOR_BYTES, 4 * length // text.threads)))}
 

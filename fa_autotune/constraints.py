@@ -135,6 +135,8 @@ def exact_lengths(
     """A kernel without ragged masking gets whole blocks."""
     if not config.EXACT_LENGTHS:
         return None
+    if family.varlen:
+        return "EXACT_LENGTHS needs lengths that blocks divide, a varlen family has any"
     for name, block, length in _blocks_and_lengths(family, shape, config):
         if length % block:
             return f"EXACT_LENGTHS needs {name}={block} to divide {length}"

@@ -35,13 +35,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, with_lse: bool, extras: 
     """Attention of a call's tensors: out, or (out, lse). `call` and `extras` are those of `calls.plan_of`."""
     if (
         not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
-        or _is_seen_by_others()
+        or is_seen_by_others()
         or (q.is_neg() or k.is_neg() or v.is_neg())
         or (extras and any(tensor is not None and not _is_usual(tensor) for tensor in extras))
     ):
         return _attend_with_care(q, k, v, call, with_lse, extras)
-    if _is_autocast(q):
-        q, k, v = _cast(q, k, v)
+    if is_autocast(q):
+        q, k, v = cast_as_autocast(q, k, v)
     try:
         plan = plan_of(q, k, v, call, extras)
     except RuntimeError:  # perhaps tensors that outlived a transform of torch.func, which have no memory of their own
@@ -72,13 +72,13 @@ def _attend_with_care(q: Tensor, k: Tensor, v: Tensor, call: Call, with_lse: boo
     is_plain = all(type(tensor) in _PLAIN for tensor in (q, k, v, *extras) if tensor is not None)
     if not is_plain:
         check_kinds(q, k, v)
-    if _is_autocast(q):
-        q, k, v = _cast(q, k, v)
+    if is_autocast(q):
+        q, k, v = cast_as_autocast(q, k, v)
     if not _is_compiling():
         # Views such as z.conj().imag, whose memory holds the opposite sign; a graph's operators resolve them.
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
         extras = tuple(tensor if tensor is None else tensor.resolve_neg() for tensor in extras)
-    if is_plain and not _is_seen_by_others():
+    if is_plain and not is_seen_by_others():
         return attend(q, k, v, call, with_lse, extras)
     op: Any = attention_op if _is_compiling() or not _is_transforming() else TransformableAttention.apply
     results = op(q, k, v, *call, *extras)
@@ -97,8 +97,8 @@ def attend_packed(q: Tensor | None, packed: Tensor, call: Call, with_lse: bool, 
         and (q is None or type(q) in _PLAIN)
         and torch.is_grad_enabled()
         and packed.requires_grad
-        and not _is_autocast(packed)
-        and not _is_seen_by_others()
+        and not is_autocast(packed)
+        and not is_seen_by_others()
         and not (packed.is_neg() or (q is not None and q.is_neg()))
     ):
         return _apply_packed(q, packed, call, with_lse)
@@ -113,11 +113,12 @@ def _parts(q: Tensor | None, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _is_autocast(q: Tensor) -> bool:
+def is_autocast(q: Tensor) -> bool:
+    """Whether autocast is on for a tensor's device."""
     return torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu")
 
 
-def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def cast_as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As autocast does with the operands of torch's own attention: float64 and integers stay."""
     dtype = torch.get_autocast_dtype("cuda" if q.is_cuda else "cpu")
 
@@ -127,12 +128,12 @@ def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return cast(q), cast(k), cast(v)
 
 
-def _is_seen_by_others() -> bool:
+def is_seen_by_others() -> bool:
     """True while somebody records operations or changes their meaning."""
     return _is_compiling() or is_in_torch_dispatch_mode() or _is_transforming() or _tracing_state() is not None
 
 
-def _is_plain(gradient: Tensor | None) -> bool:
+def is_plain(gradient: Tensor | None) -> bool:
     """False for a gradient that is more than its memory: a subclass, or many at once (is_grads_batched)."""
     return gradient is None or (type(gradient) in _PLAIN and not _is_batched(gradient))
 
@@ -155,7 +156,7 @@ class _Attention(torch.autograd.Function):
             return (None,) * count
         saved, needed = ctx.saved_tensors, needed_of(ctx.needs_input_grad, 5)
         d_out = None if d_out is None else d_out.resolve_neg()
-        if torch.is_grad_enabled() or _is_seen_by_others() or not (_is_plain(d_out) and _is_plain(d_lse)):
+        if torch.is_grad_enabled() or is_seen_by_others() or not (is_plain(d_out) and is_plain(d_lse)):
             # The operator refuses to be differentiated again, should anybody try.
             dq, dk, dv, d_sinks = gradients_op(saved, d_out, d_lse, ctx.plan.arguments, needed)
         else:
@@ -187,7 +188,7 @@ class _PackedAttention(torch.autograd.Function):
         q, packed, out, lse = ctx.saved_tensors
         d_out = None if d_out is None else d_out.resolve_neg()
         saved, needed = (*_parts(q, packed), out, lse), (q is None or ctx.needs_input_grad[0], True, True, False)
-        if torch.is_grad_enabled() or _is_seen_by_others() or not (_is_plain(d_out) and _is_plain(d_lse)):
+        if torch.is_grad_enabled() or is_seen_by_others() or not (is_plain(d_out) and is_plain(d_lse)):
             gradients: Any = gradients_op(saved, d_out, d_lse, ctx.plan.arguments, needed)
             dq, whole = gradients[0], torch.stack(gradients[0 if q is None else 1 : 3], dim=2)
         else:

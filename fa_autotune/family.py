@@ -97,7 +97,10 @@ class AttentionFamily:
     `softcap`: scores are capped, softcap · tanh(score / softcap); the number is a run-time argument.
     `alibi`: scores get −slope · |distance of the key from the row's own|, a slope for each batch and head.
     `sinks`: a score for each batch and head is added to the softmax, with a value of 0. The forward alone knows it: a
-    backward has it in lse. BWD_POSTPROCESS knows no scores, and so neither softcap nor alibi.
+    backward has it in lse.
+    `varlen`: sequences of any lengths lie one after another in the rows of q, and of k and v; the diagonals are those
+    of each sequence, and count from bottom-right.
+    BWD_POSTPROCESS knows no scores, and so neither softcap nor alibi.
     """
 
     kernel_pass: Pass = Pass.FWD
@@ -111,6 +114,7 @@ class AttentionFamily:
     softcap: bool = False
     alibi: bool = False
     sinks: bool = False
+    varlen: bool = False
 
     def __post_init__(self) -> None:
         kinds = {"kernel_pass": Pass, "dtype": DType, "access": Access, "bounded_right": bool}
@@ -131,6 +135,11 @@ class AttentionFamily:
                 raise InvalidProblemError(
                     f"{name}=True is not for bwd_postprocess, which knows no scores; leave it out"
                 )
+        if self.varlen and self.kernel_pass in KEYLESS_PASSES:
+            raise InvalidProblemError(
+                f"varlen=True is for passes with keys: {self.kernel_pass.value} goes over rows, whatever sequence they "
+                "belong to; leave it out there"
+            )
         for name in ("head_dim", "head_dim_v"):
             require_int(name, getattr(self, name), MIN_HEAD_DIM, MAX_HEAD_DIM)
         if self.access is not Access.ANY and strongest_access(self.dtype, self.head_dim, self.head_dim_v) is Access.ANY:
@@ -172,6 +181,11 @@ class AttentionFamily:
         return (*(["alibi_slopes"] if self.alibi else []), *(["sinks"] if self.sinks else []))
 
     @property
+    def length_tensors(self) -> tuple[str, ...]:
+        """What the kernel takes after those, int32 (sequences + 1): fields of `features.Features`."""
+        return ("cu_seqlens_q", "cu_seqlens_k") if self.varlen else ()
+
+    @property
     def feature_numbers(self) -> tuple[str, ...]:
         """What the kernel takes after the diagonal: fields of `features.Features`."""
         if self.kernel_pass is Pass.BWD_POSTPROCESS:
@@ -197,8 +211,8 @@ def canonical_json(values: Mapping[str, Any]) -> str:
     return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-FAMILY_OPTIONS = {"unordered", "bounded_left", "softcap", "alibi", "sinks"}  # in a key only where it is true
-FEATURE_WORDS = ("softcap", "alibi", "sinks", "unordered")  # options that a text names by their own word
+FAMILY_OPTIONS = {"unordered", "bounded_left", "softcap", "alibi", "sinks", "varlen"}  # in a key only where it is true
+FEATURE_WORDS = ("softcap", "alibi", "sinks", "varlen", "unordered")  # options that a text names by their own word
 SHAPE_OPTIONS = ("window_left", "window_right")  # in a key only where it is not 0
 FAMILY_KEYS = {"pass", "dtype", "head_dim", "head_dim_v", "bounded_right", "access"}
 MASK_WORDS = {

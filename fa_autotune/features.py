@@ -19,6 +19,8 @@ class Features:
     alibi_slopes: fp32 (batch, num_q_heads); score (i, j) gets −slope · |i + key_offset − j| after the cap.
     sinks: fp32 (batch, num_q_heads), one more score for each row, whose value is 0.
     key_offset: seqlen_k − seqlen_q of the whole call, where tensors may be parts of it.
+    cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1), where each sequence's rows start and the last one's end. Both
+    diagonals then count from the sequence's own seqlen_k − seqlen_q, slopes and sinks are (sequences, num_q_heads).
     """
 
     left_diagonal: int | None = None
@@ -26,10 +28,12 @@ class Features:
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
     key_offset: int = 0
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
 
     def tensors(self, family: AttentionFamily) -> tuple[Tensor, ...]:
         """What a family's kernel takes after its outputs."""
-        return tuple(getattr(self, name) for name in family.feature_tensors)
+        return tuple(getattr(self, name) for name in (*family.feature_tensors, *family.length_tensors))
 
     def numbers(self, family: AttentionFamily) -> tuple[float | int | None, ...]:
         """What a family's kernel takes after the diagonal."""

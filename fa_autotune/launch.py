@@ -94,6 +94,8 @@ def gpu_uuid(index: int) -> str:
 
 # Which of its tensors has the rows that a kernel's programs own, where it is not the first.
 _OWNERS = {Pass.BWD_DKDV: 1, Pass.BWD_FUSED: 1, Pass.BWD_POSTPROCESS: 1}
+# How many tensors come before those of a family's features, in the passes that serve sequences in a row.
+_TENSORS_BEFORE = {Pass.FWD: 5, Pass.BWD_DKDV: 8, Pass.BWD_DQ: 7}
 
 
 class LoadedKernel:
@@ -130,7 +132,8 @@ class LoadedKernel:
         dv and dq_acc are written (an unordered kernel adds to dq_acc), and turns is 0 again;
         bwd_postprocess: dq_acc, dq, softmax_scale, diagonal, *numbers, and dq is written.
 
-        *tensors and *numbers: a family's `feature_tensors`, fp32 (batch, num_q_heads), and `feature_numbers`. Others
+        *tensors and *numbers: a family's `feature_tensors`, fp32 (batch, num_q_heads), then its `length_tensors`, int32
+        (sequences + 1), where the batch is that of the sequences and 1 for all else; and its `feature_numbers`. Others
         are (batch, heads, seqlen, head_dim), none of them empty; lse and delta are contiguous fp32 (batch,
         num_q_heads, seqlen_q), lse in natural log; what the fused backward's kernels hand on has the sizes of
         `fused_workspace`. The kernel runs on the tensors' device and its current stream.
@@ -149,8 +152,16 @@ class LoadedKernel:
     def grid(self, *values: Any) -> tuple[int, ...]:
         """The programs of a call with these values; LaunchError if a launch can't take that many."""
         owner: Tensor = values[self._owner]
-        num_sms = (_num_sms(owner.device.index),) if self.is_persistent else ()
-        grid: tuple[int, ...] = self.module.grid(owner.shape[0], owner.shape[1], owner.shape[2], *num_sms)
+        num_sms = (num_sms_of(owner.device.index),) if self.is_persistent else ()
+        batch_size, family = owner.shape[0], self.candidate.family
+        if family.varlen:
+            cu_seqlens: Tensor = values[_TENSORS_BEFORE[family.kernel_pass] + len(family.feature_tensors)]
+            batch_size = cu_seqlens.shape[0] - 1
+        return self.grid_of(batch_size, owner.shape[1], owner.shape[2], *num_sms)
+
+    def grid_of(self, batch_size: int, num_heads: int, length: int, *num_sms: int) -> tuple[int, ...]:
+        """The programs for tensors of such extents; of sequences in a row: their number, and all rows of a head."""
+        grid: tuple[int, ...] = self.module.grid(batch_size, num_heads, length, *num_sms)
         if grid[0] > MAX_GRID:
             raise LaunchError(f"{grid[0]} programs, a launch takes at most {MAX_GRID}: split the batch")
         return grid
@@ -161,7 +172,8 @@ class LoadedKernel:
 
 
 @cache
-def _num_sms(index: int) -> int:
+def num_sms_of(index: int) -> int:
+    """How many streaming multiprocessors a GPU has."""
     count: int = torch.cuda.get_device_properties(index).multi_processor_count
     return count
 

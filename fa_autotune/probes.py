@@ -4,16 +4,21 @@ from dataclasses import dataclass, replace
 
 from fa_autotune.family import AttentionFamily
 from fa_autotune.problem import AttentionShape
+from fa_autotune.sequences import Sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One small call that a kernel must get right. `top_left` puts a row's own key at 0 instead of bottom-right."""
+    """One small call that a kernel must get right. `top_left` puts a row's own key at 0 instead of bottom-right.
+
+    `sequences` are those of a varlen family, whose diagonals count from bottom-right; the shape's lengths are the most.
+    """
 
     shape: AttentionShape
     scale: float = 1.0
     top_left: bool = False
     seed: int = 0
+    sequences: Sequences | None = None
 
     def diagonal(self, family: AttentionFamily) -> int | None:
         """The kernel's diagonal argument for this probe."""
@@ -22,7 +27,7 @@ class Probe:
     @property
     def offset(self) -> int:
         """Row i's own key is i + offset."""
-        return 0 if self.top_left else self.shape.seqlen_k - self.shape.seqlen_q
+        return 0 if self.top_left or self.sequences else self.shape.seqlen_k - self.shape.seqlen_q
 
 
 def probes(
@@ -32,7 +37,10 @@ def probes(
 
     `programs`: how many a persistent kernel runs at most; then there are calls that give each several query tiles.
     """
-    found = _probes(block_m=block_m, block_n=block_n, exact_lengths=exact_lengths, programs=programs)
+    if family.varlen:
+        found = _of_sequences(block_m, block_n)
+    else:
+        found = _probes(block_m=block_m, block_n=block_n, exact_lengths=exact_lengths, programs=programs)
     if not family.bounded_left:
         return found
     return _in_windows(family, found, block_m, block_n, exact_lengths)
@@ -53,11 +61,50 @@ def _in_windows(
         Probe(shape=replace(one, window_left=wide), seed=8),
         Probe(shape=replace(one, seqlen_q=block_m, window_left=wide - block_n - 1), seed=9),
     ]
+    if family.varlen:
+        more = [replace(probe, sequences=Sequences.equal(probe.shape)) for probe in more]
     windows = [
         replace(probe.shape, window_left=lefts[n % 6], window_right=rights[n % 6] if family.bounded_right else 0)
         for n, probe in enumerate(probe_list)
     ]
     return [*(replace(probe, shape=shape) for probe, shape in zip(probe_list, windows, strict=True)), *more]
+
+
+def _of_sequences(block_m: int, block_n: int) -> list[Probe]:
+    """Sequences round the blocks, empty on either side, at the start, at the end and all of them; rows of none."""
+    long = 2 * max(block_m, block_n)
+
+    def probe(
+        lengths: list[tuple[int, int]],
+        *,
+        heads: int = 2,
+        group: int = 1,
+        unused: tuple[int, int] = (0, 0),
+        seed: int = 0,
+    ) -> Probe:
+        lengths_q, lengths_k = zip(*lengths, strict=True)
+        return Probe(
+            shape=AttentionShape(
+                batch_size=len(lengths),
+                num_q_heads=heads,
+                num_kv_heads=heads // group,
+                seqlen_q=max(1, *lengths_q),
+                seqlen_k=max(1, *lengths_k),
+            ),
+            sequences=Sequences(lengths_q=lengths_q, lengths_k=lengths_k, unused_q=unused[0], unused_k=unused[1]),
+            scale=4.0 if seed % 3 == 2 else 1.0,
+            seed=seed,
+        )
+
+    ragged = [(block_m + 1, block_m + 2 * block_n - 1), (1, block_n + 1), (block_m, block_n), (long + 3, block_n - 1)]
+    return [
+        probe(ragged, heads=4, group=2),
+        probe([(0, 5), (long, long + 1), (0, 0), (7, 0), (3, 2), (0, 3)], unused=(block_m + 5, block_n + 3), seed=1),
+        probe([(long + 1, long + 1)], seed=2),
+        probe([(1, 1), *[(0, 0)] * 130, (block_m - 1, block_n + 2), (0, 1), (2, 3)], heads=1, seed=3),
+        probe([(0, block_n), (0, 0)], unused=(3, 0), seed=4),
+        probe([(block_m + 2, 0), (2, 0), (block_m - 1, long + 5)], unused=(0, 2), heads=4, group=2, seed=5),
+    ]
 
 
 def _probes(*, block_m: int, block_n: int, exact_lengths: bool, programs: int) -> list[Probe]:

@@ -36,6 +36,7 @@ class AttentionShape:
 
     `window_left` and `window_right`: keys that a row sees before and after its own, on the sides that the family
     bounds; 0 elsewhere, and where causal. A row's own key is that of bottom-right alignment.
+    Of a varlen problem: `batch_size` sequences of mean lengths `seqlen_q` and `seqlen_k`.
     """
 
     batch_size: int
@@ -193,9 +194,13 @@ class AttentionProblem:
     def as_called(self) -> Self:
         """The problem whose kernel runs when this one is called: without a bound that hides nothing, bottom-right.
 
-        A single query row needs no causal bound; no row needs a window that reaches past every key.
+        A single query row needs no causal bound; no row needs a window that reaches past every key. Calls of varlen
+        keep their bounds, and are rounded as `varlen_shape` says.
         """
         shape, family = self.shape, self.family
+        if family.varlen:
+            rounded = (rounded_up(count) for count in (shape.batch_size, shape.seqlen_q, shape.seqlen_k))
+            return replace(self, shape=replace(shape, **dict(zip(_ROUNDED, rounded, strict=True))))
         right = family.bounded_right and shape.window_right < shape.seqlen_q - 1
         left = family.bounded_left and shape.window_left < shape.seqlen_k - 1
         if (left, right) == (family.bounded_left, family.bounded_right):
@@ -230,6 +235,9 @@ class AttentionProblem:
                 family = replace(family, softcap=False, alibi=False)
             return replace(self, family=replace(family, kernel_pass=kernel_pass, unordered=unordered, sinks=sinks))
         family, head_dim_v = self.family, self.family.head_dim_v
+        batch_size, seqlen_q = self.shape.batch_size, self.shape.seqlen_q
+        if family.varlen:  # rows one after another
+            batch_size, seqlen_q = 1, min(MAX_EXTENT, batch_size * seqlen_q)
         is_usual = family.access is strongest_access(family.dtype, family.head_dim, head_dim_v)
         return replace(
             self,
@@ -244,8 +252,10 @@ class AttentionProblem:
             ),
             shape=replace(
                 self.shape,
+                batch_size=batch_size,
                 num_kv_heads=self.shape.num_q_heads,
-                seqlen_k=self.shape.seqlen_q,
+                seqlen_q=seqlen_q,
+                seqlen_k=seqlen_q,
                 window_left=0,
                 window_right=0,
             ),
@@ -339,6 +349,31 @@ class AttentionProblem:
         return elements * family.dtype.itemsize + 4 * statistics * q_rows
 
 
+def rounded_up(count: int) -> int:
+    """The next power of two that an extent can be, at least 1."""
+    return min(1 << max(0, count - 1).bit_length(), MAX_EXTENT)
+
+
+def varlen_shape(
+    *, num_sequences: int, num_q_heads: int, num_kv_heads: int, total_q: int, total_k: int, window: tuple[int, int]
+) -> AttentionShape:
+    """The shape that stands for sequences with so many rows in all: their number and mean lengths, each rounded up to a
+    power of two, so that a stream of ever new totals asks for few kernels.
+
+    `window`: keys that a row sees before and after its own, 0 where that side is open.
+    """
+    count = max(1, num_sequences)
+    return AttentionShape(
+        batch_size=rounded_up(num_sequences),
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        seqlen_q=rounded_up(-(-total_q // count)),
+        seqlen_k=rounded_up(-(-total_k // count)),
+        window_left=window[0],
+        window_right=window[1],
+    )
+
+
 def _pairs_up_to(diagonal: int, seqlen_q: int, seqlen_k: int) -> int:
     """Pairs of a row i and a key j <= i + diagonal."""
     first, last = diagonal + 1, diagonal + seqlen_q  # keys that the first and the last row see, were there so many
@@ -357,6 +392,7 @@ _PRODUCTS = {
     Pass.BWD_FUSED: (3, 2),
     Pass.BWD_POSTPROCESS: (0, 0),
 }
+_ROUNDED = ("batch_size", "seqlen_q", "seqlen_k")
 _SHAPE_KEYS = ("batch_size", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_k")
 _LABEL = re.compile(
     r"(?P<kernel_pass>[a-z_]+) (?P<dtype>[a-z0-9]+) d(?P<dims>[0-9]{1,4}(?:/[0-9]{1,4})?) "

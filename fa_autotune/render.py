@@ -82,6 +82,9 @@ def render(candidate: Candidate) -> KernelSource:
     last = "" if aligned else "d"
     widest = getattr(config, "HEAD_DIM_PIECE", MAX_HEAD_DIM)
     tile = fused_tile(family)
+    axes_of = {
+        name: (axes[1:] if family.varlen else axes) + last for name, axes in _STRIDES[family.kernel_pass].items()
+    }
     is_padded = family.kernel_pass is Pass.BWD_FUSED  # to columns that its tile says
     columns = (tile.columns, tile.v_columns) if is_padded else (family.head_dim, family.head_dim_v)
     try:
@@ -94,7 +97,7 @@ def render(candidate: Candidate) -> KernelSource:
                 qk_pieces=pieces(columns[0], widest),
                 v_pieces=pieces(columns[1], widest),
                 aligned=aligned,
-                strides={name: axes + last for name, axes in _STRIDES[family.kernel_pass].items()},
+                strides=axes_of,
                 triton_dtype=_TRITON_DTYPES[family.dtype],
                 itemsize=family.dtype.itemsize,
                 tile=tile,

@@ -138,20 +138,21 @@ def as_extras(q: Tensor, layout: int, alibi_slopes: Any, sinks: Any) -> Extras:
     """Slopes and sinks of each batch and head, as kernels take them; InvalidProblemError for what is none."""
     if alibi_slopes is sinks is None:
         return ()
-    heads = q.shape[2 if layout == BSHD else 1]
+    batch_size, heads = q.shape[0], q.shape[2 if layout == BSHD else 1]
     return (
-        _of_heads("alibi_slopes", alibi_slopes, q, heads, batched=True),
-        _of_heads("sinks", sinks, q, heads, batched=False),
+        as_heads_numbers("alibi_slopes", alibi_slopes, q, batch_size, heads, batched=True),
+        as_heads_numbers("sinks", sinks, q, batch_size, heads, batched=False),
     )
 
 
-def _of_heads(name: str, tensor: Any, q: Tensor, heads: int, *, batched: bool) -> Tensor | None:
+def as_heads_numbers(name: str, tensor: Any, q: Tensor, batch_size: int, heads: int, *, batched: bool) -> Tensor | None:
+    """A number for each head, or (`batched`) of each batch too, as kernels take them: fp32 (batch, heads)."""
     if tensor is None:
         return None
     check_tensor(name, tensor)
-    sizes = [(heads,), *([(q.shape[0], heads)] if batched else [])]
+    sizes = [(heads,), *([(batch_size, heads)] if batched else [])]
     if tuple(tensor.shape) not in sizes:
-        rule = f"({heads},){f' or ({q.shape[0]}, {heads})' if batched else ''}"
+        rule = f"({heads},){f' or ({batch_size}, {heads})' if batched else ''}"
         raise InvalidProblemError(
             f"{name} has shape {tuple(tensor.shape)}; it is {rule}, a number for each query head"
             f"{', or each of a batch' if batched else ''}"
@@ -164,7 +165,7 @@ def _of_heads(name: str, tensor: Any, q: Tensor, heads: int, *, batched: bool) -
         raise InvalidProblemError(
             "alibi_slopes requires a gradient, which kernels do not give; pass alibi_slopes.detach()"
         )
-    wide: Tensor = tensor.to(torch.float32).expand(q.shape[0], heads)
+    wide: Tensor = tensor.to(torch.float32).expand(batch_size, heads)
     return wide
 
 

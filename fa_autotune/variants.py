@@ -185,7 +185,8 @@ def default_config(spec: VariantSpec, family: AttentionFamily, arch: str) -> Ker
         return _gluon_seeds(spec, family)[0]
     columns = padded_head_dim(family.head_dim) + padded_head_dim(family.head_dim_v)
     if multiplies_by_fma(family, arch):
-        widest = 96 if family.bounded_left and family.access is Access.ANY else 256  # what hardly spills with 32 rows
+        # What hardly spills with 32 rows.
+        widest = 96 if (family.bounded_left or family.varlen) and family.access is Access.ANY else 256
         owned = 16 if spec.kernel_pass is not Pass.FWD and columns > widest else 32
         return _tiled(spec, family, (owned, 16, 4, 1), 32)
     if spec.kernel_pass is not Pass.FWD:
@@ -294,7 +295,7 @@ def _backward_default(spec: VariantSpec, family: AttentionFamily, arch: str, col
     if family.access is Access.ANY:  # a pointer for each element leaves fewer registers
         return (32, 32, 8, 1) if columns <= 128 else (16, 32, 8, 1) if columns <= 256 else (16, 16, 4, 1)
     if columns <= 128:
-        return (64, 32, 8 if family.alibi and stages == 1 else 4, 2)
+        return (64, 32, 8 if (family.alibi or family.varlen) and stages == 1 else 4, 2)
     if columns <= 256:
         return (64, 16, 8, stages)
     return (32, 32, 8, 2) if columns <= 320 else (16, 32, 4, 1)
@@ -338,6 +339,11 @@ def _tma_supports(family: AttentionFamily, arch: str, triton_version: tuple[int,
         return f"tensor descriptors can't read these pointers and strides (access={family.access.value})"
     if family.dtype is DType.FLOAT32:
         return "float32 products run on the FMA units, where tiles from descriptors spill; the portable variant serves"
+    if family.varlen:
+        return (
+            "a descriptor's tile reads on past the end of a sequence, where another's values may be NaN or Inf; the "
+            "portable variant serves"
+        )
     return _portable_supports(family, arch, triton_version)
 
 
@@ -364,13 +370,15 @@ def _hopper_forward_supports(family: AttentionFamily, arch: str, triton_version:
             f"both edges of a window need registers that head_dim_v={family.head_dim_v} does not leave, "
             f"{WIDEST_WITH_LEFT_WINDOW} at most does; the tma variant serves"
         )
-    return _lacking(family, alibi="ALiBi")
+    return None
 
 
-def _lacking(family: AttentionFamily, **unknown: str) -> str | None:
-    """Which of the features that a variant does not know a family has."""
-    found = [words for name, words in unknown.items() if getattr(family, name)]
-    return f"it knows no {' and no '.join(found)}; the tma and portable variants serve" if found else None
+def _unknown_to_fused(family: AttentionFamily) -> str | None:
+    """What the fused backwards, and the kernels beside them, do not know yet."""
+    lacks = {"alibi": "ALiBi", "varlen": "sequences in a row"}
+    found = [words for name, words in lacks.items() if getattr(family, name)]
+    others = "portable variant serves" if family.varlen else "tma and portable variants serve"
+    return f"it knows no {' and no '.join(found)}; the {others}" if found else None
 
 
 def _fused_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
@@ -380,13 +388,13 @@ def _fused_supports(family: AttentionFamily, arch: str, triton_version: tuple[in
     narrow = fused_tile(family).block_m > PART_ROWS
     if family.unordered and family.softcap and family.bounded_left and narrow and family.dtype is DType.FLOAT16:
         return "a window of capped scores in float16 spills where dq is added in any order; in order it is served"
-    return _hopper_ws_supports(family, arch, triton_version) or _lacking(family, alibi="ALiBi")
+    return _hopper_ws_supports(family, arch, triton_version) or _unknown_to_fused(family)
 
 
 def _wide_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
     if not is_wide(family):
         return f"it is for head dims above {WIDEST_SHARED}; hopper_ws serves"
-    return _hopper_ws_supports(family, arch, triton_version) or _lacking(family, alibi="ALiBi")
+    return _hopper_ws_supports(family, arch, triton_version) or _unknown_to_fused(family)
 
 
 def _beside_fused_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
@@ -395,7 +403,7 @@ def _beside_fused_supports(family: AttentionFamily, arch: str, triton_version: t
         return f"it goes with the fused kernel, which is for sm_90, not {arch}"
     if family.dtype is DType.FLOAT32:
         return "it goes with the fused kernel, which multiplies no float32"
-    return _portable_supports(family, arch, triton_version)
+    return _portable_supports(family, arch, triton_version) or _unknown_to_fused(family)
 
 
 def _tma_backward_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:

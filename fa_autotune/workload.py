@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from fa_autotune.features import NO_FEATURES, Features, seeing_rows
 from fa_autotune.fused_workspace import DQ_LANES, dq_acc_size, fused_tile, statistics_size, turns_size
 from fa_autotune.problem import AttentionProblem, AttentionShape
 from fa_autotune.reference import TORCH_DTYPES, backward_statistics, seeded_inputs, seeded_output
+from fa_autotune.sequences import Sequences
+from fa_autotune.varlen_reference import VarlenCall, varlen_statistics
 
 LOG2_E = math.log2(math.e)
 
@@ -36,6 +38,8 @@ class Workload:
 
     fwd: q, k, v; bwd_delta: out, do; bwd_dkdv and bwd_dq: q, k, v, do, lse, delta;
     bwd_preprocess: out, do, lse; bwd_fused: q, k, v, do, statistics, turns; bwd_postprocess: dq_acc.
+
+    `sequences` are those of a varlen family, whose tensors are (1, heads, total, head_dim).
     """
 
     family: AttentionFamily
@@ -44,6 +48,18 @@ class Workload:
     softmax_scale: float
     diagonal: int | None
     features: Features = NO_FEATURES
+    sequences: Sequences | None = None
+
+    @property
+    def varlen_call(self) -> VarlenCall:
+        """What the reference of sequences in a row is told."""
+        assert self.sequences is not None
+        return VarlenCall(
+            sequences=self.sequences,
+            softmax_scale=self.softmax_scale,
+            diagonal=self.diagonal,
+            features=self.features,
+        )
 
     @property
     def outputs(self) -> tuple[Output, ...]:
@@ -51,6 +67,9 @@ class Workload:
         family, shape = self.family, self.shape
         rows = (shape.batch_size, shape.num_q_heads, shape.seqlen_q)
         keys = (shape.batch_size, shape.num_kv_heads, shape.seqlen_k)
+        if self.sequences is not None:
+            rows = (1, shape.num_q_heads, self.sequences.total_q)
+            keys = (1, shape.num_kv_heads, self.sequences.total_k)
         dtype = TORCH_DTYPES[family.dtype]
         out, dq = (
             Output(name=name, size=(*rows, dim), dtype=dtype)
@@ -100,6 +119,8 @@ class Workload:
 def bottom_right_diagonal(problem: AttentionProblem) -> int | None:
     """The diagonal by which the last row sees the last key (and its window's next ones); None where it is unbounded."""
     shape = problem.shape
+    if problem.family.varlen:  # which counts from there
+        return shape.window_right if problem.family.bounded_right else None
     return shape.seqlen_k - shape.seqlen_q + shape.window_right if problem.family.bounded_right else None
 
 
@@ -115,7 +136,8 @@ def seeded_features(
     have a sink of −inf, which is none, and a very large one.
     """
     family, shape = problem.family, problem.shape
-    offset = shape.seqlen_k - shape.seqlen_q if offset is None else offset
+    bottom_right = 0 if family.varlen else shape.seqlen_k - shape.seqlen_q
+    offset = bottom_right if offset is None else offset
     size = (shape.batch_size, shape.num_q_heads)
     generator = torch.Generator(device=device).manual_seed(seed + 2**22)
     slopes, sinks = (torch.randn(size if seed % 2 else size[1:], generator=generator, device=device) for _ in range(2))
@@ -138,16 +160,20 @@ def seeded_workload(
     seed: int = 0,
     scale: float = 1.0,
     features: Features | None = None,
+    sequences: Sequences | None = None,
 ) -> Workload:
     """A call with random normal inputs, q, k and v times `scale`, and the usual softmax_scale: same seed, same values.
 
     lse and delta are those of the call's own forward. do grows with √seqlen_k, by which the mean over as many keys
     shrinks its effect: so gradients stay of order 1, above what the numerics rule allows for rounding. `features` are
-    bottom-right ones unless given.
+    bottom-right ones unless given, and the `sequences` of a varlen family all of the shape's lengths.
     """
     features = seeded_features(problem, device=device, seed=seed) if features is None else features
     family, shape = problem.family, problem.shape
     softmax_scale = family.head_dim**-0.5
+    if family.varlen:
+        sequences = sequences or Sequences.equal(shape)
+        return _seeded_in_a_row(problem, sequences, device, diagonal, seed, scale, features)
     kernel_pass = family.kernel_pass
     inputs: tuple[Tensor, ...]
     if kernel_pass is Pass.BWD_POSTPROCESS:
@@ -176,6 +202,37 @@ def seeded_workload(
         diagonal=diagonal,
         features=features,
     )
+
+
+def _seeded_in_a_row(
+    problem: AttentionProblem,
+    sequences: Sequences,
+    device: torch.device,
+    diagonal: int | None,
+    seed: int,
+    scale: float,
+    features: Features,
+) -> Workload:
+    family, shape = problem.family, problem.shape
+    starts = (torch.tensor(ends, dtype=torch.int32, device=device) for ends in (sequences.starts_q, sequences.starts_k))
+    cu_seqlens_q, cu_seqlens_k = starts
+    rows = replace(shape, batch_size=1, seqlen_q=max(1, sequences.total_q), seqlen_k=max(1, sequences.total_k))
+    q, k, v = seeded_inputs(family, rows, device=device, seed=seed, scale=scale)
+    k, v = k[:, :, : sequences.total_k], v[:, :, : sequences.total_k]
+    workload = Workload(
+        family=family,
+        shape=shape,
+        inputs=(q, k, v),
+        softmax_scale=family.head_dim**-0.5,
+        diagonal=diagonal,
+        features=replace(features, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k),
+        sequences=sequences,
+    )
+    if family.kernel_pass is Pass.FWD:
+        return workload
+    do = seeded_output(family, rows, device=device, seed=seed + 2**20, scale=shape.seqlen_k**0.5)
+    statistics = varlen_statistics(q, k, v, do, workload.varlen_call)
+    return replace(workload, inputs=(q, k, v, do, *statistics))
 
 
 def _seeded_lse(shape: AttentionShape, device: torch.device, seed: int) -> Tensor:

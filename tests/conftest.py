@@ -91,9 +91,10 @@ def kernels_can_run() -> None:
 @pytest.fixture
 def cold(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has called nothing yet."""
-    from fa_autotune import calls, live_kernels
+    from fa_autotune import calls, live_kernels, varlen_calls
 
     monkeypatch.setattr(calls, "_plans", {})
+    monkeypatch.setattr(varlen_calls, "_plans", {})
     for name in ("_kernels", "_dispatchers"):
         monkeypatch.setattr(live_kernels, name, {})
 
@@ -121,6 +122,6 @@ def reference_only(cold: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
     for module in (calls, live_kernels):
         monkeypatch.setattr(module, "interpreting", lambda: False)
-    calls._tell_of_reference.cache_clear()
+    calls.tell_of_reference.cache_clear()
     yield
-    calls._tell_of_reference.cache_clear()
+    calls.tell_of_reference.cache_clear()

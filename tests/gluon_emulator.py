@@ -231,8 +231,14 @@ class Pointer:
     def __add__(self, offset: int | Tensor) -> "Pointer":
         return Pointer(self.values, self.place + offset)
 
-    def load(self) -> Tensor:
-        return self.values[self.place]
+    def load(self, mask: Tensor | None, other: int) -> Any:
+        if not isinstance(self.place, Tensor):
+            found = self.values[self.place]
+            return found if found.is_floating_point() else Number(found)
+        if mask is None:
+            return self.values[self.place]
+        assert int(self.place[mask].max()) < self.values.numel()
+        return torch.where(mask, self.values[torch.where(mask, self.place, 0)], other)
 
     def store(self, value: Any, mask: Tensor | None = None) -> None:
         if mask is None:
@@ -246,6 +252,11 @@ class Pointer:
         found = int(self.values[self.place])
         self.values[self.place] += number
         return found
+
+
+def _scalars(function: Callable[..., Any], *arguments: Any) -> Any:
+    found = function(*arguments)
+    return tuple(map(Number, found)) if isinstance(found, tuple) else found
 
 
 def _pointer(tensor: Tensor) -> Pointer:
@@ -267,8 +278,29 @@ class Number(int):
         return Number(int(self) % other)
 
 
+FAR = 2**30  # where the rows of a sequence end for descriptors of sequences in a row
+
+
+def _rows_of_sequence(desc: Any, start: Sequence[int]) -> tuple[Tensor, tuple[slice, ...]]:
+    """`_window` of a descriptor whose first two strides bring (FAR, end, head, FAR - length + row, column) to a row."""
+    far, end, head, place, column = start
+    assert far == FAR, "the first coordinate must take away what the others add"
+    assert (FAR * (desc.strides[0] + desc.strides[3]) * desc.base.element_size()) % 2**64 == 0
+    first, size = end + place - FAR, desc.block_shape[3]
+    low, high = min(max(first, 0), end), max(0, min(first + size, end))
+    if first < 0 and low < high:
+        raise EmulatorError("a block starts before its tensor")
+    width = min(desc.block_shape[4], desc.shape[4] - column)
+    whole = torch.as_strided(desc.base, (desc.base.shape[1], desc.base.shape[2], desc.shape[4]), desc.strides[2:])
+    rows = whole[head, low:high, column : column + width][None, None, None]
+    one = slice(0, 1)
+    return rows, (one, one, one, slice(low - first, high - first), slice(0, width))
+
+
 def _window(desc: Any, start: Sequence[int]) -> tuple[Tensor, tuple[slice, ...]]:
     """The part of a descriptor's tensor that a block at `start` covers, and which part of the block that is."""
+    if len(desc.shape) == 5:
+        return _rows_of_sequence(desc, start)
     whole = torch.as_strided(desc.base, desc.shape, desc.strides)
     inside, covered = [], []
     for first, size, length in zip(start, desc.block_shape, desc.shape, strict=True):
@@ -289,7 +321,7 @@ class Emulator:
         scratch = torch.zeros(getattr(self.module, "SCRATCH_INTS", 0), dtype=torch.int32)
         given = (q, k, *others, scratch) if scratch.numel() else (q, k, *others)
         arguments = [_pointer(one) if isinstance(one, Tensor) else one for one in self.module.arguments(*given)]
-        programs = self._programs(q, k, is_counted=bool(scratch.numel()))
+        programs = self._programs(q, k, arguments, is_counted=bool(scratch.numel()))
         machine = Machine(self.seed, self.num_sms)
         names = _names(self.module, machine)
         names["gl"].num_programs = lambda _axis: programs
@@ -308,9 +340,12 @@ class Emulator:
         if scratch.any():
             raise EmulatorError("the tile counter was left at another value than 0")
 
-    def _programs(self, q: Tensor, k: Tensor, *, is_counted: bool) -> int:
+    def _programs(self, q: Tensor, k: Tensor, arguments: Sequence[Any], *, is_counted: bool) -> int:
         owner = q if self.is_forward else k
-        sizes = owner.shape[:3]
+        sizes = list(owner.shape[:3])
+        names = list(self.module.SIGNATURE)
+        if "num_sequences" in names:
+            sizes[0] = arguments[names.index("num_sequences")]
         return int(self.module.grid(*sizes, self.num_sms)[0] if is_counted else self.module.grid(*sizes)[0])
 
 
@@ -342,12 +377,11 @@ def _names(module: ModuleType, machine: Machine) -> dict[str, Any]:
     if "tanh" in names:
         names["tanh"] = torch.tanh
     if "keep" in names:
-        tile_at, dtype = names["tile_at"], names["DTYPE"]
-        names.update(
-            keep=lambda p: p.to(dtype),
-            operand=lambda p, _layout: p,
-            tile_at=lambda *numbers: tuple(map(Number, tile_at(*numbers))),
-        )
+        dtype = names["DTYPE"]
+        names.update(keep=lambda p: p.to(dtype), operand=lambda p, _layout: p)
+        for name in ("tile_at", "tile_of_sequence", "take_next"):
+            if name in names:
+                names[name] = partial(_scalars, names[name])
     return names
 
 
@@ -404,7 +438,7 @@ def _language() -> SimpleNamespace:
         def apply(one: Any, other: Any) -> Any:
             if isinstance(one, Tensor) or isinstance(other, Tensor):
                 return of_tensors(torch.as_tensor(one), torch.as_tensor(other))
-            return of_numbers(one, other)
+            return Number(of_numbers(one, other))
 
         return apply
 
@@ -420,11 +454,13 @@ def _language() -> SimpleNamespace:
         minimum=elementwise(torch.minimum, min),
         maximum=elementwise(torch.maximum, max),
         where=where,
+        abs=torch.abs,
         exp2=torch.exp2,
         log2=torch.log2,
-        sum=lambda values, axis: values.sum(axis),
+        sum=lambda values, axis: values.sum(axis) if values.dim() > 1 else Number(values.sum(axis)),
         max=lambda values, axis: values.amax(axis) if values.dim() > 1 else int(values.amax(axis)),
-        load=lambda pointer: pointer.load(),
+        load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
+        cdiv=lambda one, other: -(-one // other),
         store=lambda pointer, value, mask=None: pointer.store(value, mask),
         atomic_add=lambda pointer, number, sem: pointer.add(number),
         static_range=range,

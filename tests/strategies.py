@@ -50,6 +50,7 @@ def families(draw: st.DrawFn, kernel_pass: Pass | None = None) -> AttentionFamil
         softcap=has_scores and draw(st.booleans()),
         alibi=has_scores and draw(st.booleans()),
         sinks=drawn_pass is Pass.FWD and draw(st.booleans()),
+        varlen=has_keys and draw(st.booleans()),
         access=draw(st.sampled_from(served)),
         unordered=drawn_pass is Pass.BWD_FUSED and draw(st.booleans()),
     )

@@ -262,7 +262,7 @@ def test_ours_is_given_what_its_features_need() -> None:
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("words", ["causal,softcap", "alibi", "causal,left=9,softcap,alibi", "left=20,right=3"])
 def test_flex_is_given_the_same_problem(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415 - imports the compiler
+    from torch.nn.attention.flex_attention import flex_attention
 
     monkeypatch.setattr(bench_module, "_compiled_flex", lambda: flex_attention)
     problem = AttentionProblem.parse(f"2x4x2x150x200x16,{words},fp32")

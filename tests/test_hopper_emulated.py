@@ -97,6 +97,9 @@ def test_full_rows(text: str, schedule: Schedule, knobs: dict[str, KnobValue], f
         "1x4x2x100x150x128,fp16,causal,sinks",
         "1x2x1x300x130x64,left=3,right=1,softcap,sinks",
         "1x2x1x70x65x64,softcap,sinks",
+        "1x4x2x150x200x128,causal,alibi",
+        "2x2x1x100x333x64,alibi,sinks",
+        "1x2x2x300x560x64,fp16,left=250,right=100,alibi,softcap",
     ],
 )
 def test_features(

@@ -11,8 +11,6 @@ import fa_autotune
 
 HEAVY = ("torch", "triton", "optuna", "jinja2", "sqlite_utils", "click", "rich", "numpy", "pynvml")
 PLANNED = (
-    "attention_varlen",
-    "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "record_problems",
 )

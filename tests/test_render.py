@@ -195,6 +195,9 @@ GOLDEN_CASES = {
         make_family(head_dim=128, causal=True, bounded_left=True, softcap=True, sinks=True),
         SCHEDULE=Schedule.PIPELINED,
     ),
+    "fwd_hopper_ws/bf16_d64_full_alibi_exact": make_candidate(
+        Variant.HOPPER_WS, make_family(alibi=True), SCHEDULE=Schedule.PERSISTENT, EXACT_LENGTHS=True
+    ),
     "fwd_hopper_ws/bf16_d64_left_single": make_candidate(
         Variant.HOPPER_WS, make_family(bounded_left=True), SCHEDULE=Schedule.SINGLE, CONSUMERS=1
     ),
@@ -205,6 +208,14 @@ GOLDEN_CASES = {
     "bwd_dq_portable/bf16_d64_window_alibi_softcap": make_backward(
         Pass.BWD_DQ, Variant.PORTABLE, make_family(causal=True, bounded_left=True, alibi=True, softcap=True)
     ),
+    "fwd_portable/bf16_d64_causal_varlen": make_candidate(Variant.PORTABLE, make_family(causal=True, varlen=True)),
+    "fwd_portable/bf16_d59_left_alibi_sinks_any_varlen": make_candidate(
+        Variant.PORTABLE, make_family(head_dim=59, bounded_left=True, alibi=True, sinks=True, varlen=True)
+    ),
+    "bwd_dkdv_portable/bf16_d64_window_varlen": make_backward(
+        Pass.BWD_DKDV, Variant.PORTABLE, make_family(causal=True, bounded_left=True, varlen=True)
+    ),
+    "bwd_dq_portable/bf16_d64_full_varlen": make_backward(Pass.BWD_DQ, Variant.PORTABLE, make_family(varlen=True)),
     "bwd_dq_tma/bf16_d64_full_exact": make_backward(Pass.BWD_DQ, Variant.TMA, make_family(), EXACT_LENGTHS=True),
     "bwd_fused_hopper_ws/bf16_d128_window": make_fused(make_family(head_dim=128, causal=True, bounded_left=True)),
     "bwd_fused_hopper_ws/fp16_d64_causal_softcap_diagonal_first": make_fused(
@@ -562,6 +573,10 @@ OUR_WORDS = {
     "dk",
     "dv",
     "bhm",
+    "hm",
+    "hn",
+    "hmd",
+    "hnd",
     "bhn",
     "bhmd",
     "bhnd",

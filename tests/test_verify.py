@@ -15,7 +15,7 @@ from fa_autotune.probes import Probe, probes
 from fa_autotune.problem import AttentionProblem, AttentionShape
 from fa_autotune.records import AccuracyReport
 from fa_autotune.reference import attention_reference, attention_same_precision, seeded_inputs
-from fa_autotune.verify import SAMPLED_ROWS, Kernel, verify, verify_sampled
+from fa_autotune.verify import SAMPLED_ROWS, TANH_ERROR, Kernel, verify, verify_sampled
 
 CPU = torch.device("cpu")
 BLOCK = 16
@@ -143,6 +143,22 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_catches(fault: Fault) -> None:
     assert FAULTS[fault] in reasons(spoiled(fault))
+
+
+@pytest.mark.parametrize(("share", "is_caught"), [(0.5, False), (1.5, True)])
+def test_the_lse_of_capped_scores_may_differ_by_what_the_gpus_tanh_does(share: float, is_caught: bool) -> None:
+    family = replace(make_family(), softcap=True)
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, diagonal: int | None, softcap: float
+    ) -> None:
+        call = {"softmax_scale": scale, "diagonal": diagonal, "features": Features(softcap=softcap)}
+        exact, exact_lse = attention_reference(q, k, v, **call)
+        out.copy_(exact)
+        off = share * TANH_ERROR * softcap * exact_lse.abs().clamp(min=1.0)
+        lse.copy_(torch.where(exact_lse == -INF, -INF, exact_lse + off))
+
+    assert ("lse error" in reasons(kernel, family)) == is_caught
 
 
 @pytest.mark.parametrize("offset", [0, 5], ids=["next_to_it", "further_off"])

@@ -298,8 +298,8 @@ def test_kernels_for_hopper_serve_windows_as_far_as_they_know_them(kernel_pass: 
     assert dispatcher().peek(problem).candidate.variant is variant
 
 
-@pytest.mark.parametrize("text", ["causal,softcap", "causal,sinks", "left=100,right=3,softcap,sinks", "sinks"])
-def test_the_warp_specialised_forward_serves_caps_and_sinks(text: str) -> None:
+@pytest.mark.parametrize("text", ["causal,softcap", "causal,alibi", "left=100,right=3,softcap,alibi,sinks", "sinks"])
+def test_the_warp_specialised_forward_serves_every_feature(text: str) -> None:
     decision = dispatcher().peek(AttentionProblem.parse(f"4x32x8x4096x4096x128,{text}"))
     assert decision.candidate.variant is Variant.HOPPER_WS
 
@@ -313,7 +313,6 @@ def test_both_edges_of_a_window_spill_beside_the_widest_values() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("alibi", "it knows no ALiBi;"),
         ("alibi,bwd_fused", "it knows no ALiBi;"),
     ],
 )

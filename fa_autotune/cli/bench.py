@@ -32,7 +32,7 @@ _ONLY_HERE = ("output", "as_json")  # say where the figures go, not what they ar
     default=DEFAULT_PEERS,
     show_default=True,
     help="Peers, separated by commas: sdpa-flash, sdpa-cudnn, sdpa-efficient, flex, fa3, ours-unordered (the backward "
-    "with deterministic=False); empty for ours alone.",
+    "with deterministic=False), ours-padded (a varlen problem as a batch); empty for ours alone.",
 )
 @click.option("--gpu", "gpu_index", type=click.IntRange(min=0), default=0, show_default=True, help="Index of the GPU.")
 @click.option(

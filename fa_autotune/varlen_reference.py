@@ -1,0 +1,139 @@
+"""Plain-torch attention of sequences in a row: `reference`, sequence by sequence.
+
+Tensors are (1, heads, total, head_dim). `diagonal` and the left one of `features` count from each sequence's own
+bottom-right, and the slopes and sinks of `features` are (sequences, num_q_heads).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_autotune.features import NO_FEATURES, Features, seen_keys
+from fa_autotune.reference import (
+    attention_gradients,
+    attention_reference,
+    attention_same_precision,
+    backward_statistics,
+    gradients_from_statistics,
+    reference_dtype,
+)
+from fa_autotune.sequences import Sequences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VarlenCall:
+    """A call on sequences in a row, less its tensors."""
+
+    sequences: Sequences
+    softmax_scale: float
+    diagonal: int | None = None
+    features: Features = NO_FEATURES
+
+    def parts(self) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
+        """The rows and keys of each sequence that has rows, and what the reference is told of it."""
+        for number, (rows, keys) in enumerate(self.sequences.rows()):
+            if rows.stop > rows.start:
+                yield rows, keys, self._of(number, rows, keys)
+
+    def _of(self, number: int, rows: slice, keys: slice) -> dict[str, Any]:
+        offset = (keys.stop - keys.start) - (rows.stop - rows.start)
+        diagonal, left = (
+            side if side is None else side + offset for side in (self.diagonal, self.features.left_diagonal)
+        )
+        features = self.features.of_heads(slice(number, number + 1), slice(None))
+        return {
+            "softmax_scale": self.softmax_scale,
+            "diagonal": diagonal,
+            "features": replace(features, left_diagonal=left, key_offset=offset),
+        }
+
+    def unseen_keys(self) -> Tensor:
+        """(total_k,) mask of the keys that no row sees."""
+        unseen = torch.ones(self.sequences.total_k, dtype=torch.bool)
+        for rows, keys, call in self.parts():
+            lengths = rows.stop - rows.start, keys.stop - keys.start
+            first, end = seen_keys(*lengths, call["diagonal"], call["features"].left_diagonal)
+            unseen[keys][first:end] = False
+        return unseen
+
+
+def sequences_of(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, total_k: int) -> Sequences:
+    """The lengths that cu_seqlens say, cut to the totals. Waits for the device."""
+    lengths, unused = [], []
+    for cu_seqlens, total in ((cu_seqlens_q, total_q), (cu_seqlens_k, total_k)):
+        ends = cu_seqlens.clamp(0, total).cummax(0).values
+        lengths.append(tuple(ends.diff().tolist()))
+        unused.append(total - int(ends[-1]))
+    return Sequences(lengths_q=lengths[0], lengths_k=lengths[1], unused_q=unused[0], unused_k=unused[1])
+
+
+def varlen_reference(q: Tensor, k: Tensor, v: Tensor, call: VarlenCall) -> tuple[Tensor, Tensor]:
+    """(out, lse) in the reference precision: rows of no sequence, and those that see no key, give 0 and −inf."""
+    out = v.new_zeros((*q.shape[:3], v.shape[3]), dtype=reference_dtype(q.dtype))
+    lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
+    for rows, keys, told in call.parts():
+        found = attention_reference(q[:, :, rows], k[:, :, keys], v[:, :, keys], **told)
+        out[:, :, rows], lse[:, :, rows] = found
+    return out, lse
+
+
+def varlen_same_precision(q: Tensor, k: Tensor, v: Tensor, call: VarlenCall) -> Tensor:
+    """out in the inputs' own precision: the error that plain torch makes."""
+    out = v.new_zeros((*q.shape[:3], v.shape[3]))
+    for rows, keys, told in call.parts():
+        if keys.stop > keys.start:
+            out[:, :, rows] = attention_same_precision(q[:, :, rows], k[:, :, keys], v[:, :, keys], **told)
+    return out
+
+
+def varlen_statistics(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, call: VarlenCall) -> tuple[Tensor, Tensor]:
+    """(lse, delta), fp32 (1, num_q_heads, total_q): what the forward and the delta kernel leave for a backward."""
+    lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
+    delta = torch.zeros_like(lse)
+    for rows, keys, told in call.parts():
+        if keys.stop > keys.start:
+            parts = q[:, :, rows], k[:, :, keys], v[:, :, keys], d_out[:, :, rows]
+            lse[:, :, rows], delta[:, :, rows] = backward_statistics(*parts, **told)
+        elif told["features"].sinks is not None:
+            lse[:, :, rows] = told["features"].sinks[..., None]
+    return lse, delta
+
+
+def varlen_gradients_from_statistics(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    call: VarlenCall,
+    *,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from what a backward kernel gets, computed and rounded in `dtype`."""
+    dtype = dtype or reference_dtype(q.dtype)
+    dq, dk, dv = (tensor.new_zeros(tensor.shape, dtype=dtype) for tensor in (q, k, v))
+    for rows, keys, told in call.parts():
+        if keys.stop > keys.start:
+            of_rows = (tensor[:, :, rows] for tensor in (d_out, lse, delta))
+            found = gradients_from_statistics(
+                q[:, :, rows], k[:, :, keys], v[:, :, keys], *of_rows, **told, dtype=dtype
+            )
+            dq[:, :, rows], dk[:, :, keys], dv[:, :, keys] = found
+    return dq, dk, dv
+
+
+def varlen_gradients(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, d_lse: Tensor | None, call: VarlenCall
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v in the reference precision, from those of out and (if any) of lse."""
+    dq, dk, dv = (tensor.new_zeros(tensor.shape, dtype=reference_dtype(q.dtype)) for tensor in (q, k, v))
+    for rows, keys, told in call.parts():
+        if keys.stop > keys.start:
+            of_rows = d_out[:, :, rows], None if d_lse is None else d_lse[:, :, rows]
+            found = attention_gradients(q[:, :, rows], k[:, :, keys], v[:, :, keys], *of_rows, **told)
+            dq[:, :, rows], dk[:, :, keys], dv[:, :, keys] = found
+    return dq, dk, dv
