@@ -158,14 +158,19 @@ def scaled_dot_product_attention(
     """torch.nn.functional.scaled_dot_product_attention: query (…, heads, L, E), key (…, heads, S, E), value (…, S, Ev).
 
     is_causal is top-left aligned: query i sees keys j ≤ i, also where L ≠ S. Batch and head dimensions broadcast; with
-    enable_gqa the query heads may be a multiple of those of key and value instead. A query without a visible key can't
-    be asked for without a mask. The output lies in memory as query does.
+    enable_gqa the query heads may be a multiple of those of key and value instead. attn_mask broadcasts to (…, heads,
+    L, S): bool, True where a query sees a key, or of query's dtype or float32 and added to the scores, differentiable;
+    a query that sees no key gives 0. The output lies in memory as query does.
     """
-    if attn_mask is not None or dropout_p != 0.0:
-        name = "dropout_p" if attn_mask is None else "attn_mask"
+    if dropout_p != 0.0:
         raise UnsupportedError(
-            f"{name} is not served by this release of fa_autotune; leave it out (is_causal=True is the causal mask, "
-            "top-left) or call torch.nn.functional.scaled_dot_product_attention there"
+            "dropout_p is not served by this release of fa_autotune; leave it out or call "
+            "torch.nn.functional.scaled_dot_product_attention there"
+        )
+    if attn_mask is not None and is_causal:
+        raise InvalidProblemError(
+            "attn_mask and is_causal=True are given; PyTorch takes one of them: leave is_causal out and put it into "
+            "the mask, or call fa_autotune.attention, which takes both"
         )
     if scale is not None and type(scale) is not float:
         scale = as_scale(scale)
@@ -175,9 +180,11 @@ def scaled_dot_product_attention(
     lead = query.shape[:-2]
     if len(lead) == 2 and (lead == key.shape[:-2] == value.shape[:-2] or (enable_gqa and _is_batch(query, key, value))):
         layout = BHSD_STORED_AS_BSHD if query.stride(1) < query.stride(2) else BHSD
-        out: Tensor = attend(query, key, value, (scale, mask, layout, GENERATED, OPEN, OPEN, 0.0), False)
+        call = (scale, mask, layout, GENERATED, OPEN, OPEN, 0.0)
+        extras = () if attn_mask is None else as_extras(query, BHSD, None, None, attn_mask)
+        out: Tensor = attend(query, key, value, call, False, extras)
         return out
-    return _broadcast(query, key, value, scale, mask, enable_gqa)
+    return _broadcast(query, key, value, attn_mask, scale, mask, enable_gqa)
 
 
 def _is_batch(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -185,7 +192,9 @@ def _is_batch(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return key.ndim == value.ndim == 4 and query.shape[0] == key.shape[0] == value.shape[0]
 
 
-def _broadcast(query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: int, enable_gqa: bool) -> Tensor:
+def _broadcast(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, scale: float | None, mask: int, enable_gqa: bool
+) -> Tensor:
     ndim = max(query.ndim, key.ndim, value.ndim)
     least = 3 if enable_gqa else 2
     if min(query.ndim, key.ndim, value.ndim) < least:
@@ -204,8 +213,25 @@ def _broadcast(query: Tensor, key: Tensor, value: Tensor, scale: float | None, m
         tensor.expand(*batch, number, *tensor.shape[-2:]).flatten(0, -4)
         for tensor, number in zip((q, k, v), heads, strict=True)
     )
-    out: Tensor = attend(q, k, v, (scale, mask, BHSD, GENERATED, OPEN, OPEN, 0.0), False)
+    extras = () if attn_mask is None else as_extras(q, BHSD, None, None, _with_batch(attn_mask, batch))
+    out: Tensor = attend(q, k, v, (scale, mask, BHSD, GENERATED, OPEN, OPEN, 0.0), False, extras)
     return out.reshape((*batch, *out.shape[1:])[-ndim:])
+
+
+def _with_batch(attn_mask: Any, batch: tuple[int, ...]) -> Any:
+    """A mask whose leading dimensions are one batch; copied only where it has some of several of them."""
+    if not isinstance(attn_mask, Tensor) or attn_mask.ndim < 4:
+        return attn_mask
+    lead, rest = attn_mask.shape[:-3], attn_mask.shape[-3:]
+    if all(size == 1 for size in lead):
+        return attn_mask.reshape(1, *rest)
+    if len(lead) > len(batch) or any(
+        have not in (1, want) for have, want in zip(lead, batch[len(batch) - len(lead) :], strict=True)
+    ):
+        raise InvalidProblemError(
+            f"attn_mask has batch dimensions {tuple(lead)}, which do not broadcast to {batch} of query, key and value"
+        )
+    return attn_mask.expand(*batch, *rest).flatten(0, -4)
 
 
 def _common(shapes: Sequence[Sequence[int]], what: str) -> tuple[int, ...]:

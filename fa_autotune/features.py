@@ -18,6 +18,8 @@ class Features:
     softcap: scores become softcap · tanh(score / softcap); 0 leaves them as they are.
     alibi_slopes: fp32 (batch, num_q_heads); score (i, j) gets −slope · |i + key_offset − j| after the cap.
     sinks: fp32 (batch, num_q_heads), one more score for each row, whose value is 0.
+    attn_mask: (batch, num_q_heads, seqlen_q, seqlen_k), or 1 in place of any; bool, true where a row sees a key, or
+    numbers that are added to the scores last.
     key_offset: seqlen_k − seqlen_q of the whole call, where tensors may be parts of it.
     """
 
@@ -25,6 +27,7 @@ class Features:
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
+    attn_mask: Tensor | None = None
     key_offset: int = 0
 
     def tensors(self, family: AttentionFamily) -> tuple[Tensor, ...]:
@@ -38,7 +41,21 @@ class Features:
     def of_heads(self, batch: slice, heads: slice) -> Self:
         """Those of a part of the batch and of the query heads."""
         slopes, sinks = (t if t is None else t[batch, heads] for t in (self.alibi_slopes, self.sinks))
-        return replace(self, alibi_slopes=slopes, sinks=sinks)
+        mask = self.attn_mask
+        if mask is not None:
+            mask = mask[_unless_broadcast(mask, 0, batch), _unless_broadcast(mask, 1, heads)]
+        return replace(self, alibi_slopes=slopes, sinks=sinks, attn_mask=mask)
+
+    def mask_of(self, rows: slice, keys: slice) -> Tensor | None:
+        """The mask of some rows and keys."""
+        mask = self.attn_mask
+        if mask is None:
+            return None
+        return mask[:, :, _unless_broadcast(mask, 2, rows), _unless_broadcast(mask, 3, keys)]
+
+
+def _unless_broadcast(mask: Tensor, axis: int, part: slice) -> slice:
+    return slice(None) if mask.shape[axis] == 1 else part
 
 
 NO_FEATURES = Features()
@@ -48,6 +65,12 @@ def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """Gradient of sinks (batch, num_q_heads), from lse and delta = rowsum(d_out ∘ out) − d_lse, both (…, seqlen_q)."""
     weights = torch.exp(sinks[..., None] - lse)
     return -torch.where(lse == float("-inf"), 0.0, weights * delta).sum(-1)
+
+
+def summed_like(mask: Tensor, gradient: Tensor) -> Tensor:
+    """A mask's gradient, from that of every (batch, query head, row, key): summed where the mask is broadcast."""
+    axes = [axis for axis in range(4) if mask.shape[axis] == 1 != gradient.shape[axis]]
+    return (gradient.sum(axes, keepdim=True) if axes else gradient).to(mask.dtype)
 
 
 def seen_keys(seqlen_q: int, seqlen_k: int, diagonal: int | None, left_diagonal: int | None) -> tuple[int, int]:

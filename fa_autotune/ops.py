@@ -67,7 +67,9 @@ def attention(
     sees no key gives 0. softmax_scale: None is 1/sqrt(head_dim). softcap: scores s become softcap·tanh(s / softcap),
     0.0 is none. alibi_slopes: (num_q_heads,) or (batch, num_q_heads); the score of query i and key j gets −slope·|i +
     seqlen_k − seqlen_q − j|. sinks: (num_q_heads,), differentiable, one more score for each row, whose value is 0; lse
-    counts it.
+    counts it. attn_mask: broadcasts to (batch, num_q_heads, seqlen_q, seqlen_k) in either layout, and is read by its
+    strides; bool, True where a query sees a key, or of q's dtype or float32 and added to the scores last,
+    differentiable; keys that causal or window_size hide stay hidden.
 
     return_lse: also give the natural-log log-sum-exp, fp32 (batch, num_q_heads, seqlen_q), −inf for a row that sees no
     key (with sinks: its sink); a gradient into lse counts. Results and gradients are bit-for-bit repeatable; with
@@ -78,9 +80,8 @@ def attention(
     Raises InvalidProblemError for tensors that do not fit together, and UnsupportedError for arguments that this
     release does not serve (all that is not described above), before any kernel runs.
     """
-    if not (attn_mask is score_mod is mask_mod is q_scale is k_scale is v_scale is None and dropout_p == 0.0):
+    if not (score_mod is mask_mod is q_scale is k_scale is v_scale is None and dropout_p == 0.0):
         check_features(
-            attn_mask=attn_mask,
             dropout_p=dropout_p,
             score_mod=score_mod,
             mask_mod=mask_mod,
@@ -101,10 +102,10 @@ def attention(
         softcap = as_softcap(softcap)
     mask, left, right = mask_of(causal, window_size)
     call = (softmax_scale, mask, _LAYOUTS[layout], runs, left, right, softcap)
-    if alibi_slopes is sinks is None:
+    if alibi_slopes is sinks is attn_mask is None:
         return attend(q, k, v, call, return_lse)
     check_kinds(q, k, v)
-    return attend(q, k, v, call, return_lse, as_extras(q, _LAYOUTS[layout], alibi_slopes, sinks))
+    return attend(q, k, v, call, return_lse, as_extras(q, _LAYOUTS[layout], alibi_slopes, sinks, attn_mask))
 
 
 def warmup(
@@ -150,7 +151,6 @@ def _as_called(problem: AttentionProblem | str) -> AttentionProblem:
 
 # What "off" looks like, where it is not None, and what the argument means.
 _FEATURES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "attn_mask": ((), "an arbitrary mask; causal=True needs none"),
     "dropout_p": ((0.0,), "dropout"),
     "score_mod": ((), "a score function"),
     "mask_mod": ((), "a mask function"),

@@ -30,7 +30,11 @@ REFERENCE, GENERATED, UNORDERED = 0, 1, 2
 DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 
 Quad = tuple[int, int, int, int]
-Extras = tuple[Tensor | None, ...]  # a call's alibi_slopes and sinks, fp32 (batch, num_q_heads); or empty, for neither
+# A call's alibi_slopes and sinks, fp32 (batch, num_q_heads), and its attn_mask (batch, num_q_heads, seqlen_q,
+# seqlen_k), or 1 in place of any; or empty, for none of them.
+Extras = tuple[Tensor | None, ...]
+ALIBI, SINKS, MASK = range(3)  # their places
+NUM_EXTRAS = 3
 Geometry = tuple[tuple[int, ...], tuple[int, ...]]  # size and strides
 Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
@@ -134,15 +138,70 @@ def _as_float(name: str, value: Any, off: str) -> float:
         raise InvalidProblemError(f"{name}={value!r} is not a number; {off}") from None
 
 
-def as_extras(q: Tensor, layout: int, alibi_slopes: Any, sinks: Any) -> Extras:
-    """Slopes and sinks of each batch and head, as kernels take them; InvalidProblemError for what is none."""
-    if alibi_slopes is sinks is None:
+def as_extras(q: Tensor, layout: int, alibi_slopes: Any, sinks: Any, attn_mask: Any = None) -> Extras:
+    """Slopes and sinks of each batch and head, and a mask, as kernels take them.
+
+    InvalidProblemError for what is none.
+    """
+    if alibi_slopes is sinks is attn_mask is None:
         return ()
     heads = q.shape[2 if layout == BSHD else 1]
     return (
         _of_heads("alibi_slopes", alibi_slopes, q, heads, batched=True),
         _of_heads("sinks", sinks, q, heads, batched=False),
+        _as_mask(attn_mask),
     )
+
+
+def extra_of(extras: Extras, place: int) -> Tensor | None:
+    """One of a call's extras, None if it has none."""
+    return extras[place] if len(extras) > place else None
+
+
+def _as_mask(mask: Any) -> Tensor | None:
+    """A mask with four axes; what they must be is checked once for each kind of call."""
+    if mask is None:
+        return None
+    check_tensor("attn_mask", mask)
+    if mask.ndim > 4:
+        raise InvalidProblemError(
+            f"attn_mask has shape {tuple(mask.shape)}; it has at most 4 dimensions: batch, heads, seqlen_q, seqlen_k"
+        )
+    shaped: Tensor = mask[(None,) * (4 - mask.ndim)]
+    return shaped
+
+
+def check_mask(mask: Tensor, size: Quad, q: Tensor) -> None:
+    """InvalidProblemError for a mask that is not of a call with scores of that size (batch, heads, queries, keys)."""
+    if mask.ndim != 4 or any(have not in (1, want) for have, want in zip(mask.shape, size, strict=True)):
+        raise InvalidProblemError(
+            f"attn_mask has shape {tuple(mask.shape)}; it broadcasts to {size}: batch, query heads, seqlen_q, seqlen_k "
+            "in either layout; 1 stands for all, and leading dimensions may be left out"
+        )
+    if mask.dtype not in (torch.bool, torch.float32, q.dtype):
+        raise InvalidProblemError(
+            f"attn_mask is {mask.dtype}; it is torch.bool (True: take part), or {q.dtype} as q or torch.float32 and "
+            "added to the scores; cast it"
+        )
+    if mask.device != q.device:
+        raise InvalidProblemError(f"attn_mask is on {mask.device} and q on {q.device}; move one of them")
+
+
+def mask_options(mask: Tensor | None, dtype: torch.dtype) -> dict[str, Any]:
+    """The options of a family of such a dtype whose calls have a mask (batch, heads, rows, keys)."""
+    if mask is None:
+        return {}
+    kind = "bool_mask" if mask.dtype is torch.bool else "bias" if mask.dtype is dtype else "wide_bias"
+    return {kind: True, "loose_mask": is_loose(mask)}
+
+
+def is_loose(mask: Tensor) -> bool:
+    """Whether a mask (batch, heads, rows, keys) can't be read 16 bytes at a time, by its pointer and strides."""
+    *outer, keys = mask.shape
+    *strides, last = mask.stride()
+    itemsize = mask.element_size()
+    apart = [stride for size, stride in zip(outer, strides, strict=True) if size > 1]
+    return bool((last != 1 and keys > 1) or mask.data_ptr() % 16 or any(stride * itemsize % 16 for stride in apart))
 
 
 def _of_heads(name: str, tensor: Any, q: Tensor, heads: int, *, batched: bool) -> Tensor | None:

@@ -360,6 +360,7 @@ def _plain_scores(family: AttentionFamily) -> str | None:
     lacks = {"bounded_left": "window to the left", "softcap": "cap on the scores", "alibi": "ALiBi"}
     if family.kernel_pass is Pass.FWD:
         lacks["sinks"] = "sinks"
+    lacks["has_mask"] = "attn_mask"
     found = [words for name, words in lacks.items() if getattr(family, name)]
     return f"it knows no {' and no '.join(found)}; the tma and portable variants serve" if found else None
 
