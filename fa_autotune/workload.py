@@ -166,7 +166,7 @@ def seeded_mask(problem: AttentionProblem, *, device: torch.device, seed: int = 
         shown[:, :, ::11] = False
     if family.bool_mask:
         return mask.copy_(shown)
-    numbers = 2.0 * torch.randn(size, generator=generator, device=device)
+    numbers = torch.randn(size, generator=generator, device=device)
     return mask.copy_(numbers.masked_fill_(~shown, float("-inf")))
 
 

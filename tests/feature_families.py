@@ -14,9 +14,12 @@ FEATURES: dict[str, dict[str, bool]] = {
     "sinks": {"sinks": True},
     "window alibi sinks": {"bounded_left": True, "bounded_right": True, "alibi": True, "sinks": True},
     "bool mask": {"bool_mask": True},
-    "causal wide bias sinks": {"bounded_right": True, "wide_bias": True, "mask_gradient": True, "sinks": True},
-    "window loose bias alibi softcap": {
-        **{"bounded_left": True, "bounded_right": True, "alibi": True, "softcap": True},
+    "causal wide bias softcap sinks": {
+        **{"bounded_right": True, "softcap": True, "sinks": True},
+        **{"wide_bias": True, "mask_gradient": True},
+    },
+    "window loose bias alibi": {
+        **{"bounded_left": True, "bounded_right": True, "alibi": True},
         **{"bias": True, "loose_mask": True, "mask_gradient": True},
     },
 }
