@@ -254,9 +254,11 @@ def _our_backward(
 ) -> tuple[Launch, str]:
     """What a training step launches after the forward, and the memory that it allocates; `backend` as in `tensors`."""
     features = seeded_features(problem, device=q.device)
-    found = (features.alibi_slopes, features.sinks, features.attn_mask)
+    found = (features.alibi_slopes, features.sinks, features.attn_mask, features.dropout_seed)
     extras: Extras = found if any(tensor is not None for tensor in found) else ()
-    plan = plan_of(q, k, v, (None, WINDOW, BHSD, backend, *problem.window, features.softcap), extras)
+    plan = plan_of(
+        q, k, v, (None, WINDOW, BHSD, backend, *problem.window, features.softcap, features.dropout_p), extras
+    )
     out, lse = plan.forward(q, k, v, *extras)
     needed = (True, True, True, features.sinks is not None, False)
     launch = partial(plan.backward, (q, k, v, out, lse, *extras), torch.randn_like(out), None, needed)
@@ -277,6 +279,7 @@ def _ours_unordered(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) 
         "alibi_slopes": features.alibi_slopes,
         "sinks": None if features.sinks is None else features.sinks[0],
         "attn_mask": features.attn_mask,
+        "dropout_p": features.dropout_p,
         "deterministic": False,
     }
     launch = partial(attention, q, k, v, layout="bhsd", **options)

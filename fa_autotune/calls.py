@@ -6,12 +6,14 @@ loaded and bound.
 
 import logging
 import threading
+from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from fa_autotune.dropout import head_numbers
 from fa_autotune.errors import InvalidProblemError
 from fa_autotune.features import sink_gradient, summed_like
 from fa_autotune.kernel_plan import Call, CallArguments, Gradients, Into, KernelPlan, Needed, Saved
@@ -22,9 +24,11 @@ from fa_autotune.tensors import (
     MAX_SCALE,
     MIN_SCALE,
     REFERENCE,
+    SEED,
     SINKS,
     Extras,
     Quad,
+    check_dropout,
     check_kinds,
     check_mask,
     check_scale,
@@ -113,8 +117,9 @@ def _new_plan(q: Tensor, k: Tensor, v: Tensor, arguments: CallArguments, extras:
     if scale is not None:
         check_scale(scale)
     check_softcap(arguments.softcap)
+    check_dropout(arguments.dropout_p)
     check_tensors(*(heads_first(tensor, arguments.layout) for tensor in (q, k, v)))
-    _check_extras(q, k, arguments.layout, extras)
+    _check_extras(q, k, arguments, extras)
     if q.numel() == 0 or k.numel() == 0:
         return _EmptyPlan(arguments)
     if scale is not None and not MIN_SCALE <= scale <= MAX_SCALE:
@@ -127,12 +132,21 @@ def _new_plan(q: Tensor, k: Tensor, v: Tensor, arguments: CallArguments, extras:
     return _ReferencePlan(arguments)
 
 
-def _check_extras(q: Tensor, k: Tensor, layout: int, extras: Extras) -> None:
+def _check_extras(q: Tensor, k: Tensor, arguments: CallArguments, extras: Extras) -> None:
     """What `as_extras` gives passes, but for a mask that does not fit; operators may be called with anything."""
+    layout = arguments.layout
     batch_size, num_heads, seqlen_q = lse_size(q, layout)
     mask = extra_of(extras, MASK)
     if mask is not None:
         check_mask(mask, (batch_size, num_heads, seqlen_q, heads_first(k, layout).shape[2]), q)
+    seed = extra_of(extras, SEED)
+    if (seed is not None) != (arguments.dropout_p != 0.0) or (
+        seed is not None and (seed.shape != (1,) or seed.dtype != torch.int64 or seed.device != q.device)
+    ):
+        raise InvalidProblemError(
+            f"dropout_p={arguments.dropout_p} with dropout_seed={seed}: dropout takes both, the seed int64 (1,) on "
+            f"{q.device} as fa_autotune.dropout.draw_seed gives; no dropout takes neither"
+        )
     for name, tensor in zip(("alibi_slopes", "sinks"), extras, strict=False):
         if tensor is not None and (
             tensor.shape != (q.shape[0], num_heads) or tensor.dtype != torch.float32 or tensor.device != q.device
@@ -253,6 +267,8 @@ class _ReferencePlan:
     def _numbers(self, q: Tensor, k: Tensor, extras: Extras) -> dict[str, Any]:
         scale = self.arguments.softmax_scale
         features, diagonal = self.arguments.features(q.shape[2], k.shape[2], extras)
+        if features.dropout_seed is not None:
+            features = replace(features, head_numbers=head_numbers(q.shape[0], q.shape[1], q.device))
         return {
             "softmax_scale": q.shape[3] ** -0.5 if scale is None else scale,
             "diagonal": diagonal,

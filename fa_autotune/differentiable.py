@@ -102,10 +102,11 @@ def attend_packed(q: Tensor | None, packed: Tensor, call: Call, with_lse: bool, 
         and not (packed.is_neg() or (q is not None and q.is_neg()))
     ):
         return _apply_packed(q, packed, call, with_lse)
-    return attend(*_parts(q, packed), call, with_lse, extras)
+    return attend(*parts_of(q, packed), call, with_lse, extras)
 
 
-def _parts(q: Tensor | None, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def parts_of(q: Tensor | None, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of a packed call."""
     if q is None:
         q, k, v = packed.unbind(2)
     else:
@@ -166,7 +167,7 @@ class _Attention(torch.autograd.Function):
             dq, dk, dv, *of_extras = gradients_op(saved, d_out, d_lse, ctx.plan.arguments, needed)
         else:
             dq, dk, dv, *of_extras = ctx.plan.backward(saved, d_out, d_lse, needed)
-        return (dq, dk, dv, None, None) if count == 5 else (dq, dk, dv, None, None, None, *of_extras)
+        return (dq, dk, dv, None, None) if count == 5 else (dq, dk, dv, None, None, None, *of_extras, None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -178,7 +179,7 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor | None, packed: Tensor, call: Call, with_lse: bool) -> Any:
-        parts = _parts(q, packed)
+        parts = parts_of(q, packed)
         plan = plan_of(*parts, call)
         out, lse = plan.forward(*parts)
         ctx.save_for_backward(q, packed, out, lse)
@@ -192,7 +193,10 @@ class _PackedAttention(torch.autograd.Function):
             return None, None, None, None
         q, packed, out, lse = ctx.saved_tensors
         d_out = None if d_out is None else d_out.resolve_neg()
-        saved, needed = (*_parts(q, packed), out, lse), (q is None or ctx.needs_input_grad[0], True, True, False, False)
+        saved, needed = (
+            (*parts_of(q, packed), out, lse),
+            (q is None or ctx.needs_input_grad[0], True, True, False, False),
+        )
         if torch.is_grad_enabled() or _is_seen_by_others() or not (_is_plain(d_out) and _is_plain(d_lse)):
             gradients: Any = gradients_op(saved, d_out, d_lse, ctx.plan.arguments, needed)
             dq, whole = gradients[0], torch.stack(gradients[0 if q is None else 1 : 3], dim=2)

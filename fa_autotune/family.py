@@ -100,6 +100,7 @@ class AttentionFamily:
     backward has it in lse.
     `bool_mask`, `bias`, `wide_bias`: a mask tells each row its keys: of bools, or numbers that are added to the scores,
     in the family's dtype or, wide, in fp32 beside 16 bits. `loose_mask`: its memory is not read 16 bytes at a time.
+    `dropout`: some probabilities become 0, by random bits of a seed; which share of them is a run-time argument.
     `mask_gradient`: the kernel of dq also writes the gradient of what a mask adds.
     """
 
@@ -119,6 +120,7 @@ class AttentionFamily:
     wide_bias: bool = False
     loose_mask: bool = False
     mask_gradient: bool = False
+    dropout: bool = False
 
     def __post_init__(self) -> None:
         kinds = {"kernel_pass": Pass, "dtype": DType, "access": Access, "bounded_right": bool}
@@ -207,12 +209,14 @@ class AttentionFamily:
     def feature_tensors(self) -> tuple[str, ...]:
         """What the kernel takes after its outputs: fields of `features.Features`, which say their sizes."""
         names = {"alibi_slopes": self.alibi, "sinks": self.sinks, "attn_mask": self.has_mask}
+        names["dropout_seed"] = self.dropout
         return tuple(name for name, is_on in names.items() if is_on)
 
     @property
     def feature_numbers(self) -> tuple[str, ...]:
         """What the kernel takes after the diagonal: fields of `features.Features`."""
-        return (*(["left_diagonal"] if self.bounded_left else []), *(["softcap"] if self.softcap else []))
+        names = {"left_diagonal": self.bounded_left, "softcap": self.softcap, "dropout_p": self.dropout}
+        return tuple(name for name, is_on in names.items() if is_on)
 
     @property
     def label(self) -> str:
@@ -236,7 +240,7 @@ def canonical_json(values: Mapping[str, Any]) -> str:
 MASK_KINDS = ("bool_mask", "bias", "wide_bias")
 PASS_WORDS = ("unordered", "mask_gradient")  # options of one pass, which a problem of another has not
 # Options that a text names by their own word.
-FEATURE_WORDS = ("softcap", "alibi", "sinks", *MASK_KINDS, "loose_mask", *PASS_WORDS)
+FEATURE_WORDS = ("softcap", "alibi", "sinks", *MASK_KINDS, "loose_mask", "dropout", *PASS_WORDS)
 FAMILY_OPTIONS = {"bounded_left", *FEATURE_WORDS}  # in a key only where it is true
 SHAPE_OPTIONS = ("window_left", "window_right")  # in a key only where it is not 0
 FAMILY_KEYS = {"pass", "dtype", "head_dim", "head_dim_v", "bounded_right", "access"}

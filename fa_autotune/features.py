@@ -7,6 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from fa_autotune.dropout import head_numbers, kept_of, scale_of
 from fa_autotune.family import AttentionFamily
 
 
@@ -20,6 +21,8 @@ class Features:
     sinks: fp32 (batch, num_q_heads), one more score for each row, whose value is 0.
     attn_mask: (batch, num_q_heads, seqlen_q, seqlen_k), or 1 in place of any; bool, true where a row sees a key, or
     numbers that are added to the scores last.
+    dropout_p, dropout_seed: the share of probabilities that become 0, and the int64 (1,) of `dropout` that says which.
+    head_numbers: those of `dropout` for each (batch, query head), where tensors may be parts of a call.
     key_offset: seqlen_k − seqlen_q of the whole call, where tensors may be parts of it.
     """
 
@@ -28,6 +31,9 @@ class Features:
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
     attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None
+    head_numbers: Tensor | None = None
     key_offset: int = 0
 
     def tensors(self, family: AttentionFamily) -> tuple[Tensor, ...]:
@@ -44,7 +50,23 @@ class Features:
         mask = self.attn_mask
         if mask is not None:
             mask = mask[_unless_broadcast(mask, 0, batch), _unless_broadcast(mask, 1, heads)]
-        return replace(self, alibi_slopes=slopes, sinks=sinks, attn_mask=mask)
+        numbers = None if self.head_numbers is None else self.head_numbers[batch, heads]
+        return replace(self, alibi_slopes=slopes, sinks=sinks, attn_mask=mask, head_numbers=numbers)
+
+    def dropped(self, weights: Tensor, first_row: int = 0, first_key: int = 0) -> Tensor:
+        """Probabilities, or their gradients, of stretches of rows and keys: 0, or scaled where they are kept."""
+        if self.dropout_seed is None:
+            return weights
+        batch_size, heads, rows, keys = weights.shape
+        numbers = head_numbers(batch_size, heads, weights.device) if self.head_numbers is None else self.head_numbers
+        kept = kept_of(
+            self.dropout_seed,
+            numbers,
+            range(first_row, first_row + rows),
+            range(first_key, first_key + keys),
+            self.dropout_p,
+        )
+        return torch.where(kept, weights * scale_of(self.dropout_p), 0.0)
 
     def mask_of(self, rows: slice, keys: slice) -> Tensor | None:
         """The mask of some rows and keys."""

@@ -24,6 +24,7 @@ from fa_autotune.tensors import (
     FULL,
     MASK,
     OPEN,
+    SEED,
     SINKS,
     TOP_LEFT,
     UNORDERED,
@@ -69,6 +70,7 @@ class CallArguments(NamedTuple):
     window_left: int = OPEN
     window_right: int = OPEN
     softcap: float = 0.0
+    dropout_p: float = 0.0
 
     @property
     def window(self) -> tuple[int, int]:
@@ -93,13 +95,15 @@ class CallArguments(NamedTuple):
             alibi_slopes=extra_of(extras, ALIBI),
             sinks=extra_of(extras, SINKS),
             attn_mask=extra_of(extras, MASK),
+            dropout_p=self.dropout_p,
+            dropout_seed=extra_of(extras, SEED),
             key_offset=seqlen_k - seqlen_q,
         )
         return features, diagonal
 
 
 # The same as a plain tuple, which costs a call less to make.
-Call = tuple[float | None, int, int, int, int, int, float]
+Call = tuple[float | None, int, int, int, int, int, float, float]
 
 
 class KernelPlan:
@@ -114,7 +118,8 @@ class KernelPlan:
         _, num_kv_heads, seqlen_k, head_dim_v = v_view.shape
         self._scale = head_dim**-0.5 if arguments.softmax_scale is None else arguments.softmax_scale
         features, self._diagonal = arguments.features(seqlen_q, seqlen_k, extras)
-        self._features = replace(features, alibi_slopes=None, sinks=None, attn_mask=None)  # no tensor of a call is kept
+        no_tensors: dict[str, Any] = dict.fromkeys(("alibi_slopes", "sinks", "attn_mask", "dropout_seed"))
+        self._features = replace(features, **no_tensors)  # no tensor of a call is kept
         left_diagonal = features.left_diagonal
         window_left, window_right = arguments.window
         self._dtype = q.dtype
@@ -136,6 +141,7 @@ class KernelPlan:
                 alibi=features.alibi_slopes is not None,
                 sinks=features.sinks is not None,
                 **mask_options(features.attn_mask, q.dtype),
+                dropout=features.dropout_seed is not None,
                 access=access_of(q_view, k_view, v_view),
             ),
             shape=AttentionShape(
@@ -183,7 +189,7 @@ class KernelPlan:
         if not lse.is_contiguous() or lse.data_ptr() & 15:
             lse = lse.clone(memory_format=torch.contiguous_format)
             saved = (q, k, v, out, lse, *saved[5:])
-        alibi_slopes, sinks, mask = (extra_of(saved[5:], place) for place in (ALIBI, SINKS, MASK))
+        alibi_slopes, sinks, mask, seed = (extra_of(saved[5:], place) for place in (ALIBI, SINKS, MASK, SEED))
         if d_out is None:
             d_out = torch.zeros_like(out)
         key = (
@@ -212,7 +218,7 @@ class KernelPlan:
         scores_gradient = self._scores_gradient() if mask is not None and needed[4] else None
         if scores_gradient is not None and dq is None:
             dq = self._allocate(*self._gradients[0], self._dtype)
-        more = tuple(tensor for tensor in (alibi_slopes, mask) if tensor is not None)
+        more = tuple(tensor for tensor in (alibi_slopes, mask, seed) if tensor is not None)
         delta = run(q, k, v, out, lse, d_out, d_lse, dq, dk, dv, *more, d_mask=scores_gradient)
         d_sinks = sink_gradient(sinks, lse, delta) if sinks is not None and needed[3] else None
         d_mask = None
@@ -242,8 +248,8 @@ class KernelPlan:
         for tensor, expected in zip(saved[5:], self._extras, strict=True):
             if tensor is not None and (tensor.shape, tensor.dtype) != expected:
                 raise InvalidProblemError(
-                    f"slopes, sinks or mask came to the backward as {tuple(tensor.shape)} {tensor.dtype}; the forward "
-                    f"saved {expected}. A hook on saved tensors must give back what it was given"
+                    f"slopes, sinks, mask or seed came to the backward as {tuple(tensor.shape)} {tensor.dtype}; the "
+                    f"forward saved {expected}. A hook on saved tensors must give back what it was given"
                 )
 
     def _is_elsewhere(self) -> bool:
@@ -272,7 +278,10 @@ class KernelPlan:
             softmax_scale=self._scale,
             diagonal=self._diagonal,
             features=replace(
-                self._features, alibi_slopes=extra_of(saved[5:], ALIBI), attn_mask=extra_of(saved[5:], MASK)
+                self._features,
+                alibi_slopes=extra_of(saved[5:], ALIBI),
+                attn_mask=extra_of(saved[5:], MASK),
+                dropout_seed=extra_of(saved[5:], SEED),
             ),
             allocate=self._allocate,
             mask_gradient=needed[4],

@@ -36,8 +36,8 @@ _unpack_dual: Any = forward_ad.unpack_dual
 LIBRARY = _library.Library("fa_autotune", "DEF")
 
 _CALL = "float? softmax_scale, int mask, int layout, int backend, int window_left=-1, int window_right=-1, "
-_CALL += "float softcap=0.0"
-_EXTRAS = "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? attn_mask=None"
+_CALL += "float softcap=0.0, float dropout_p=0.0"
+_EXTRAS = "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? attn_mask=None, Tensor? dropout_seed=None"
 _NUM_CALL = _CALL.count(",") + 1
 _NUM_INPUTS = 3 + _NUM_CALL + NUM_EXTRAS  # q, k, v, the call, and its extras
 LIBRARY.define(
@@ -147,7 +147,7 @@ def gradients_op(
 def needed_of(needs_input_grad: tuple[bool, ...], first_extra: int) -> Needed:
     """Which gradients an autograd function is asked for; its extras are its inputs from `first_extra` on."""
     dq, dk, dv, *_ = needs_input_grad
-    _, sinks, mask = (*needs_input_grad[first_extra:], False, False, False)[:NUM_EXTRAS]
+    _, sinks, mask, _ = (*needs_input_grad[first_extra:], *(False,) * NUM_EXTRAS)[:NUM_EXTRAS]
     return dq, dk, dv, sinks, mask
 
 
@@ -173,7 +173,7 @@ def _for_inputs(gradients: Iterable[Tensor | None], needed: Needed) -> tuple[Ten
     """What autograd is given for each input of `forward`: those of q, k, v, sinks and mask that are needed."""
     found = (gradient if wanted else None for gradient, wanted in zip(gradients, needed, strict=True))
     dq, dk, dv, d_sinks, d_mask = found
-    return dq, dk, dv, *(None,) * (_NUM_CALL + 1), d_sinks, d_mask
+    return dq, dk, dv, *(None,) * (_NUM_CALL + 1), d_sinks, d_mask, None
 
 
 def _refuse_to_differentiate_twice(ctx: Any, *gradients: Tensor) -> None:
@@ -212,6 +212,11 @@ def fold_batch(op: Any, batch_size: int, in_dims: Any, arguments: tuple[Any, ...
 
     The mapped axis becomes part of the batch; a tensor without one is expanded.
     """
+    if any(isinstance(argument, Tensor) and argument.dtype is torch.int64 for argument in arguments):
+        raise UnsupportedError(
+            "attention with dropout_p has no rule for vmap: one seed tells what every example drops; map over examples "
+            "with dropout_p=0.0, or make the mapped axis part of the batch"
+        )
     tensors = [(tensor, dim) for tensor, dim in zip(arguments, in_dims, strict=True) if isinstance(tensor, Tensor)]
     batch = max(tensor.shape[0 if dim is None else int(dim == 0)] for tensor, dim in tensors)
 

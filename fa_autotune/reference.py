@@ -133,11 +133,26 @@ def attention_reference(
     if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
     lse = _log_sum_exp(scores, features)
-    weights = _weights(scores, lse, features)
+    weights = features.dropped(_weights(scores, lse, features), first_row)
     out = weights @ v
     if hidden is not None and not torch.isfinite(v).all():
         out = _without_hidden_nan(weights, v, hidden)
     return out, lse.to(torch.float32)
+
+
+def signed_probabilities(
+    q: Tensor, k: Tensor, *, softmax_scale: float, diagonal: int | None = None, features: Features = NO_FEATURES
+) -> Tensor:
+    """The softmax of a call's scores (batch, num_q_heads, seqlen_q, seqlen_k) in q's dtype, negative where dropped."""
+    precise = reference_dtype(q.dtype)
+    keys = k.to(precise).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scores, _ = _scored(q.to(precise) @ keys.transpose(-1, -2) * softmax_scale, features)
+    hidden = _hidden(scores, diagonal, features)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, float("-inf"))
+    weights = _weights(scores, _log_sum_exp(scores, features), features)
+    kept = features.dropped(torch.ones_like(weights)) > 0
+    return torch.where(kept, weights, -weights).to(q.dtype)
 
 
 def attention_gradients(
@@ -176,14 +191,14 @@ def attention_backward(
     if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
     weights = _weights(scores, _log_sum_exp(scores, features), features)
-    delta = ((weights @ values) * d_out).sum(-1)
+    delta = ((features.dropped(weights, 0, first) @ values) * d_out).sum(-1)
     if d_lse is not None:
         delta = delta - d_lse.to(precise)
     dk, dv = k.new_zeros(k.shape, dtype=precise), v.new_zeros(v.shape, dtype=precise)
     d_bias = q.new_zeros((*q.shape[:3], k.shape[2]))
     seen = (slice(None), slice(None), slice(first, end))
     dq, dk[seen], dv[seen], d_bias[..., first:end] = _gradients(
-        q, keys, values, d_out, weights, delta, softmax_scale, group, slope
+        q, keys, values, d_out, weights, delta, softmax_scale, group, slope, features, 0, first
     )
     return dq, dk, dv, d_bias
 
@@ -230,7 +245,9 @@ def backward_from_statistics(
     hidden = _hidden(scores, diagonal, features, first_row, first_key)
     if hidden is not None:
         weights = weights.masked_fill(hidden, 0.0)
-    return _gradients(q, keys, values, d_out, weights, delta, softmax_scale, group, slope)
+    return _gradients(
+        q, keys, values, d_out, weights, delta, softmax_scale, group, slope, features, first_row, first_key
+    )
 
 
 def _gradients(
@@ -243,14 +260,18 @@ def _gradients(
     softmax_scale: float,
     group: int,
     slope: Tensor | None,
+    features: Features,
+    first_row: int,
+    first_key: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and of what is added to the scores; keys and values are repeated for the heads of a group,
     their gradients are summed."""
-    d_weights = (d_out @ values.transpose(-1, -2)).to(weights.dtype)
+    d_weights = features.dropped((d_out @ values.transpose(-1, -2)).to(weights.dtype), first_row, first_key)
     d_bias = weights * (d_weights - delta[..., None])
     d_scores = d_bias * softmax_scale
     d_scores = (d_scores if slope is None else d_scores * slope).to(q.dtype)
-    dk, dv = d_scores.transpose(-1, -2) @ q, weights.to(q.dtype).transpose(-1, -2) @ d_out
+    dk = d_scores.transpose(-1, -2) @ q
+    dv = features.dropped(weights, first_row, first_key).to(q.dtype).transpose(-1, -2) @ d_out
     heads = (keys.shape[0], keys.shape[1] // group, group)
     return d_scores @ keys, dk.view(*heads, *dk.shape[2:]).sum(2), dv.view(*heads, *dv.shape[2:]).sum(2), d_bias
 
@@ -319,7 +340,7 @@ def attention_same_precision(
     weights = torch.softmax(scores, dim=-1)[..., : k.shape[2]]
     if hidden is not None:
         weights = weights.masked_fill(hidden.all(-1, keepdim=True), 0.0)
-    return weights @ v
+    return features.dropped(weights, first_row) @ v
 
 
 def seeded_inputs(

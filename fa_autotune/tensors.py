@@ -31,10 +31,10 @@ DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 
 Quad = tuple[int, int, int, int]
 # A call's alibi_slopes and sinks, fp32 (batch, num_q_heads), and its attn_mask (batch, num_q_heads, seqlen_q,
-# seqlen_k), or 1 in place of any; or empty, for none of them.
+# seqlen_k), or 1 in place of any; and what `dropout.draw_seed` gives; or empty, for none of them.
 Extras = tuple[Tensor | None, ...]
-ALIBI, SINKS, MASK = range(3)  # their places
-NUM_EXTRAS = 3
+ALIBI, SINKS, MASK, SEED = range(4)  # their places
+NUM_EXTRAS = 4
 Geometry = tuple[tuple[int, ...], tuple[int, ...]]  # size and strides
 Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
@@ -129,6 +129,24 @@ def as_softcap(value: Any) -> float:
     return _as_float("softcap", value, "0.0 means none")
 
 
+def as_dropout(value: Any) -> float:
+    """A dropout_p of any number type as a float; InvalidProblemError if it is none from 0 to less than 1."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise InvalidProblemError("dropout_p requires a gradient, which kernels do not give; pass it detached")
+    number = _as_float("dropout_p", value, "0.0 means none")
+    check_dropout(number)
+    return number
+
+
+def check_dropout(dropout_p: float) -> None:
+    """InvalidProblemError for a share of probabilities that is none, or leaves nothing."""
+    if not 0.0 <= dropout_p < 1.0:
+        raise InvalidProblemError(
+            f"dropout_p={dropout_p} is not from 0 to less than 1: the share of attention weights that become 0; 0.0 "
+            "means none"
+        )
+
+
 def _as_float(name: str, value: Any, off: str) -> float:
     try:
         if isinstance(value, (str, bytes)):
@@ -138,18 +156,21 @@ def _as_float(name: str, value: Any, off: str) -> float:
         raise InvalidProblemError(f"{name}={value!r} is not a number; {off}") from None
 
 
-def as_extras(q: Tensor, layout: int, alibi_slopes: Any, sinks: Any, attn_mask: Any = None) -> Extras:
-    """Slopes and sinks of each batch and head, and a mask, as kernels take them.
+def as_extras(
+    q: Tensor, layout: int, alibi_slopes: Any, sinks: Any, attn_mask: Any = None, dropout_seed: Tensor | None = None
+) -> Extras:
+    """Slopes and sinks of each batch and head, a mask and a seed, as kernels take them.
 
     InvalidProblemError for what is none.
     """
-    if alibi_slopes is sinks is attn_mask is None:
+    if alibi_slopes is sinks is attn_mask is dropout_seed is None:
         return ()
     heads = q.shape[2 if layout == BSHD else 1]
     return (
         _of_heads("alibi_slopes", alibi_slopes, q, heads, batched=True),
         _of_heads("sinks", sinks, q, heads, batched=False),
         _as_mask(attn_mask),
+        dropout_seed,
     )
 
 

@@ -337,6 +337,8 @@ def _tma_supports(family: AttentionFamily, arch: str, triton_version: tuple[int,
         return f"tensor descriptors can't read these pointers and strides (access={family.access.value})"
     if family.dtype is DType.FLOAT32:
         return "float32 products run on the FMA units, where tiles from descriptors spill; the portable variant serves"
+    if family.dropout and family.bounded_left and family.kernel_pass is not Pass.BWD_DKDV:
+        return "dropout wants whole 16 keys, and descriptors would read some that no row sees; the portable one serves"
     return _portable_supports(family, arch, triton_version)
 
 
@@ -360,7 +362,7 @@ def _plain_scores(family: AttentionFamily) -> str | None:
     lacks = {"bounded_left": "window to the left", "softcap": "cap on the scores", "alibi": "ALiBi"}
     if family.kernel_pass is Pass.FWD:
         lacks["sinks"] = "sinks"
-    lacks["has_mask"] = "attn_mask"
+    lacks |= {"has_mask": "attn_mask", "dropout": "dropout"}
     found = [words for name, words in lacks.items() if getattr(family, name)]
     return f"it knows no {' and no '.join(found)}; the tma and portable variants serve" if found else None
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa_autotune.dropout import head_numbers
 from fa_autotune.family import KEYLESS_PASSES, AttentionFamily, Pass
 from fa_autotune.features import NO_FEATURES, Features
 from fa_autotune.fused_workspace import DQ_LANES, dq_acc_size, fused_tile, statistics_size, turns_size
@@ -116,6 +117,7 @@ def whole_mask_rows(seqlen_k: int) -> int:
     return -(-seqlen_k // 16) * 16
 
 
+DROPOUTS = (0.2, 0.5, 0.07)  # of seeds in turn
 SOFTCAPS = (2.0, 30.0, 0.5)  # of seeds in turn: some that bend every score, some that bend the largest
 
 
@@ -140,6 +142,9 @@ def seeded_features(
         alibi_slopes=(0.3 * slopes.abs()).expand(size) if family.alibi else None,
         sinks=(2.0 * sinks).expand(size) if family.sinks else None,
         attn_mask=seeded_mask(problem, device=device, seed=seed) if family.has_mask else None,
+        dropout_p=DROPOUTS[seed % len(DROPOUTS)] if family.dropout else 0.0,
+        dropout_seed=torch.tensor([(seed + 1) * 0x9E3779B97F4A7C1], device=device) if family.dropout else None,
+        head_numbers=head_numbers(*size, device) if family.dropout else None,
         key_offset=shape.seqlen_k - shape.seqlen_q,
     )
 

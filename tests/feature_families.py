@@ -22,6 +22,11 @@ FEATURES: dict[str, dict[str, bool]] = {
         **{"bounded_left": True, "bounded_right": True, "alibi": True},
         **{"bias": True, "loose_mask": True, "mask_gradient": True},
     },
+    "dropout": {"dropout": True},
+    "left bias softcap dropout": {
+        **{"bounded_left": True, "softcap": True, "dropout": True},
+        **{"bias": True, "mask_gradient": True},
+    },
 }
 OF_ONE_PASS = {"sinks": Pass.FWD, "mask_gradient": Pass.BWD_DQ}
 
