@@ -23,8 +23,8 @@ FEATURES: dict[str, dict[str, bool]] = {
         **{"bias": True, "loose_mask": True, "mask_gradient": True},
     },
     "dropout": {"dropout": True},
-    "left bias softcap dropout": {
-        **{"bounded_left": True, "softcap": True, "dropout": True},
+    "causal bias softcap dropout": {
+        **{"bounded_right": True, "softcap": True, "dropout": True},
         **{"bias": True, "mask_gradient": True},
     },
 }
