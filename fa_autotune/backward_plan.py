@@ -17,7 +17,8 @@ from fa_autotune.features import NO_FEATURES, Features
 from fa_autotune.fused_workspace import dq_acc_size, statistics_size, turns_size
 from fa_autotune.live_kernels import dispatcher_of, kernel_for
 from fa_autotune.problem import AttentionProblem
-from fa_autotune.tensors import Allocate, access_of, contiguous, sketch
+from fa_autotune.tensors import Allocate, access_of, contiguous, is_loose, sketch
+from fa_autotune.workload import whole_mask_rows
 
 
 class Backward(Protocol):
@@ -25,11 +26,13 @@ class Backward(Protocol):
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
-        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, alibi_slopes: Tensor | None = None,
+        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, *features: Tensor, d_mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Write dq, dk and dv, those of them that are needed, and give delta (batch, num_q_heads, seqlen_q).
 
-        Only the addresses of the other tensors are read.
+        `features`: a backward's `feature_tensors`. `d_mask` takes the gradient of what a mask adds, if that is needed:
+        fp32 (batch, num_q_heads, seqlen_q, `whole_mask_rows`), 0 before where the call bounds the keys. Only the
+        addresses of the other tensors are read.
         """
         ...
 
@@ -48,11 +51,16 @@ class BackwardCall:
     diagonal: int | None
     allocate: Allocate
     features: Features = NO_FEATURES
+    mask_gradient: bool = False
 
     def bound(self, kernel_pass: Pass, access: Access, *tensors: Tensor, unordered: bool = False) -> Launch:
         """The kernel that dispatch chooses for a pass, bound to tensors."""
-        problem = self.problem.for_pass(kernel_pass, unordered=unordered)
+        mask_gradient = self.mask_gradient and kernel_pass is Pass.BWD_DQ
+        problem = self.problem.for_pass(kernel_pass, unordered=unordered, mask_gradient=mask_gradient)
         problem = replace(problem, family=replace(problem.family, access=access))
+        if kernel_pass not in KEYLESS_PASSES and self.features.attn_mask is not None:  # saved ones may lie elsewhere
+            loose = is_loose(self.features.attn_mask)
+            problem = replace(problem, family=replace(problem.family, loose_mask=loose))
         numbers: tuple[float | int | None, ...] = ()
         if kernel_pass not in KEYLESS_PASSES:
             numbers = (self.softmax_scale, self.diagonal, *self.features.numbers(problem.family))
@@ -90,22 +98,28 @@ class SplitBackward:
         access, inputs = access_of(q, k, v, d_out), (q, k, v, d_out, lse, delta)
         self._delta = call.bound(Pass.BWD_DELTA, access_of(out, d_out), out, d_out, delta)
         self._dkdv = None if dk is None or dv is None else call.bound(Pass.BWD_DKDV, access, *inputs, dk, dv)
-        self._dq = None if dq is None else call.bound(Pass.BWD_DQ, access, *inputs, dq)
+        d_mask = self._d_mask_of(call) if call.mask_gradient else ()
+        self._dq = None if dq is None else call.bound(Pass.BWD_DQ, access, *inputs, dq, *d_mask)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
-        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, alibi_slopes: Tensor | None = None,
+        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, *features: Tensor, d_mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         delta = self._allocate(*self._statistic, torch.float32)
         self._delta(out, d_out, delta)
         if d_lse is not None:
             delta.sub_(d_lse)
-        more = () if alibi_slopes is None else (alibi_slopes,)
         if self._dkdv is not None:
-            self._dkdv(q, k, v, d_out, lse, delta, dk, dv, *more)
+            self._dkdv(q, k, v, d_out, lse, delta, dk, dv, *features)
         if self._dq is not None:
-            self._dq(q, k, v, d_out, lse, delta, dq, *more)
+            self._dq(q, k, v, d_out, lse, delta, dq, *(() if d_mask is None else (d_mask,)), *features)
         return delta
+
+    @staticmethod
+    def _d_mask_of(call: BackwardCall) -> tuple[Tensor]:
+        shape = call.problem.shape
+        size = (shape.batch_size, shape.num_q_heads, shape.seqlen_q, whole_mask_rows(shape.seqlen_k))
+        return (sketch(contiguous(size), torch.float32),)
 
 
 class FusedBackward:
@@ -131,7 +145,7 @@ class FusedBackward:
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
-        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, alibi_slopes: Tensor | None = None,
+        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, *features: Tensor, d_mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         statistics = self._allocate(*self._statistics, torch.float32)
         turns = self._allocate(*self._turns, torch.int32)

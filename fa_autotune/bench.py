@@ -33,7 +33,7 @@ from fa_autotune.paths import interpreting
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Measurement
 from fa_autotune.reference import seeded_inputs
-from fa_autotune.tensors import BHSD, GENERATED, UNORDERED, WINDOW
+from fa_autotune.tensors import BHSD, GENERATED, UNORDERED, WINDOW, Extras
 from fa_autotune.varlen_bench import backward_in_a_row, document_mask, in_a_row, lengths_of
 from fa_autotune.workload import bottom_right_diagonal, seeded_features
 
@@ -264,10 +264,13 @@ def _our_backward(
     if problem.family.varlen:
         return backward_in_a_row(problem, q, k, v), note
     features = seeded_features(problem, device=q.device)
-    extras = () if features.alibi_slopes is features.sinks is None else (features.alibi_slopes, features.sinks)
-    plan = plan_of(q, k, v, (None, WINDOW, BHSD, backend, *problem.window, features.softcap), extras)
+    found = (features.alibi_slopes, features.sinks, features.attn_mask, features.dropout_seed)
+    extras: Extras = found if any(tensor is not None for tensor in found) else ()
+    plan = plan_of(
+        q, k, v, (None, WINDOW, BHSD, backend, *problem.window, features.softcap, features.dropout_p), extras
+    )
     out, lse = plan.forward(q, k, v, *extras)
-    needed = (True, True, True, features.sinks is not None)
+    needed = (True, True, True, features.sinks is not None, False)
     launch = partial(plan.backward, (q, k, v, out, lse, *extras), torch.randn_like(out), None, needed)
     return launch, note
 
@@ -290,6 +293,8 @@ def _ours_unordered(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) 
         "softcap": features.softcap,
         "alibi_slopes": features.alibi_slopes,
         "sinks": None if features.sinks is None else features.sinks[0],
+        "attn_mask": features.attn_mask,
+        "dropout_p": features.dropout_p,
         "deterministic": False,
     }
     launch: partial[Any] = partial(attention, q, k, v, layout="bhsd", **options)
@@ -321,11 +326,12 @@ def _sdpa(
     backend: SDPBackend, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Callable[[], Tensor], str]:
     _require_square(problem)
-    grouped = problem.shape.gqa_group_size > 1
+    grouped, causal = problem.shape.gqa_group_size > 1, problem.family.bounded_right
+    mask = seeded_features(problem, device=q.device).attn_mask
 
     def launch() -> Tensor:
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=problem.family.bounded_right, enable_gqa=grouped)
+            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
 
     return launch, f"torch {torch.__version__} SDPA, {backend.name}"
 
@@ -405,15 +411,18 @@ def _first_module(*names: str) -> Any:
     return importlib.import_module(found[0] if found else names[-1])
 
 
-def _require_no_tensors(problem: AttentionProblem) -> None:
-    if problem.family.feature_tensors:
-        raise UnsupportedError(f"this peer is not compared with {' and '.join(problem.family.feature_tensors)}")
+def _require_no_tensors(problem: AttentionProblem, known: tuple[str, ...] = ()) -> None:
+    others = [name for name in problem.family.feature_tensors if name not in known]
+    if others:
+        raise UnsupportedError(f"this peer is not compared with {' and '.join(others)}")
 
 
 def _require_square(problem: AttentionProblem) -> None:
     if problem.family.softcap:
         raise UnsupportedError("SDPA has no cap on its scores")
-    _require_no_tensors(problem)
+    _require_no_tensors(problem, known=("attn_mask",))
+    if problem.family.has_mask and problem.family.bounded_right:
+        raise UnsupportedError("SDPA takes a mask or is_causal")
     if problem.window not in ((-1, -1), (-1, 0)):
         raise UnsupportedError("SDPA has no window; a mask for it would be another kernel")
     if problem.family.bounded_right and problem.shape.seqlen_q != problem.shape.seqlen_k:

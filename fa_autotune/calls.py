@@ -6,28 +6,36 @@ loaded and bound.
 
 import logging
 import threading
+from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from fa_autotune.dropout import head_numbers
 from fa_autotune.errors import InvalidProblemError
-from fa_autotune.features import sink_gradient
+from fa_autotune.features import sink_gradient, summed_like
 from fa_autotune.kernel_plan import Call, CallArguments, Gradients, Into, KernelPlan, Needed, Saved
 from fa_autotune.paths import interpreting
-from fa_autotune.reference import attention_gradients, attention_reference, backward_statistics
+from fa_autotune.reference import attention_backward, attention_reference, backward_statistics
 from fa_autotune.tensors import (
+    MASK,
     MAX_SCALE,
     MIN_SCALE,
     REFERENCE,
+    SEED,
+    SINKS,
     Extras,
     Quad,
+    check_dropout,
     check_kinds,
+    check_mask,
     check_scale,
     check_softcap,
     check_tensors,
     dense,
+    extra_of,
     heads_first,
     lse_size,
     out_size,
@@ -51,7 +59,7 @@ class Plan(Protocol):
         ...
 
     def backward(self, saved: Saved, d_out: Tensor | None, d_lse: Tensor | None, needed: Needed) -> Gradients:
-        """The needed gradients of q, k, v, dense in the call's layout, and of sinks. One that is None counts as 0."""
+        """Needed gradients of q, k, v, dense in the call's layout, of sinks and mask. One that is None counts as 0."""
         ...
 
 
@@ -78,6 +86,8 @@ def plan_of(q: Tensor, k: Tensor, v: Tensor, call: Call, extras: Extras = ()) ->
             None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
             for tensor in extras
         )
+        mask = extra_of(extras, MASK)
+        key += (None if mask is None else mask.data_ptr() & 15,)
     plan = _plans.get(key)
     if plan is None:
         plan = _new_plan(q, k, v, CallArguments(*call), extras)
@@ -107,8 +117,9 @@ def _new_plan(q: Tensor, k: Tensor, v: Tensor, arguments: CallArguments, extras:
     if scale is not None:
         check_scale(scale)
     check_softcap(arguments.softcap)
+    check_dropout(arguments.dropout_p)
     check_tensors(*(heads_first(tensor, arguments.layout) for tensor in (q, k, v)))
-    _check_extras(q, arguments.layout, extras)
+    _check_extras(q, k, arguments, extras)
     if q.numel() == 0 or k.numel() == 0:
         return _EmptyPlan(arguments)
     if scale is not None and not MIN_SCALE <= scale <= MAX_SCALE:
@@ -121,9 +132,21 @@ def _new_plan(q: Tensor, k: Tensor, v: Tensor, arguments: CallArguments, extras:
     return _ReferencePlan(arguments)
 
 
-def _check_extras(q: Tensor, layout: int, extras: Extras) -> None:
-    """What `as_extras` gives passes; operators may be called with anything."""
-    _, num_heads, _ = lse_size(q, layout)
+def _check_extras(q: Tensor, k: Tensor, arguments: CallArguments, extras: Extras) -> None:
+    """What `as_extras` gives passes, but for a mask that does not fit; operators may be called with anything."""
+    layout = arguments.layout
+    batch_size, num_heads, seqlen_q = lse_size(q, layout)
+    mask = extra_of(extras, MASK)
+    if mask is not None:
+        check_mask(mask, (batch_size, num_heads, seqlen_q, heads_first(k, layout).shape[2]), q)
+    seed = extra_of(extras, SEED)
+    if (seed is not None) != (arguments.dropout_p != 0.0) or (
+        seed is not None and (seed.shape != (1,) or seed.dtype != torch.int64 or seed.device != q.device)
+    ):
+        raise InvalidProblemError(
+            f"dropout_p={arguments.dropout_p} with dropout_seed={seed}: dropout takes both, the seed int64 (1,) on "
+            f"{q.device} as fa_autotune.dropout.draw_seed gives; no dropout takes neither"
+        )
     for name, tensor in zip(("alibi_slopes", "sinks"), extras, strict=False):
         if tensor is not None and (
             tensor.shape != (q.shape[0], num_heads) or tensor.dtype != torch.float32 or tensor.device != q.device
@@ -132,10 +155,6 @@ def _check_extras(q: Tensor, layout: int, extras: Extras) -> None:
                 f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; kernels take float32 "
                 f"{(q.shape[0], num_heads)} on {q.device}: expand it"
             )
-
-
-def _sinks_of(extras: Extras) -> Tensor | None:
-    return extras[1] if extras else None
 
 
 def runs_kernels(q: Tensor) -> bool:
@@ -169,7 +188,7 @@ class _EmptyPlan:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *extras: Tensor | None) -> tuple[Tensor, Tensor]:
         out, lse = _empty_results(q, v, self.arguments.layout)
-        sinks = _sinks_of(extras)
+        sinks = extra_of(extras, SINKS)
         if sinks is not None:
             return out.zero_(), lse.copy_(sinks[..., None].expand_as(lse))
         return out.zero_(), lse.fill_(float("-inf"))
@@ -178,11 +197,12 @@ class _EmptyPlan:
         layout = self.arguments.layout
         tensors = zip(saved[:3], needed[:3], strict=True)
         dq, dk, dv = (_empty(quad(tensor), tensor, layout).zero_() if wanted else None for tensor, wanted in tensors)
-        sinks, d_sinks = _sinks_of(saved[5:]), None
+        sinks, d_sinks = extra_of(saved[5:], SINKS), None
         if sinks is not None and needed[3]:
             lse = saved[4]
             d_sinks = sink_gradient(sinks, lse, torch.zeros_like(lse) if d_lse is None else -d_lse)
-        return dq, dk, dv, d_sinks
+        mask = extra_of(saved[5:], MASK)
+        return dq, dk, dv, d_sinks, torch.zeros_like(mask) if mask is not None and needed[4] else None
 
 
 class _SignPlan:
@@ -204,8 +224,8 @@ class _SignPlan:
         dq, *others = plan.backward((q, k, v, out, lse, *extras), d_out, d_lse, needed)
         if dq is not None:
             dq = dq.zero_() if self._is_zero else dq.neg_()
-        dk, dv, d_sinks = others
-        return dq, dk, dv, d_sinks
+        dk, dv, d_sinks, d_mask = others
+        return dq, dk, dv, d_sinks, d_mask
 
     def _moved(self, q: Tensor) -> Tensor:
         return torch.zeros_like(q) if self._is_zero else q.neg()
@@ -232,9 +252,9 @@ class _ReferencePlan:
         q, k, v, d_out = (heads_first(tensor, layout) for tensor in (*saved[:3], d_out))
         with torch.autocast(q.device.type, enabled=False):
             numbers = self._numbers(q, k, saved[5:])
-            exact = attention_gradients(q, k, v, d_out, d_lse, **numbers)
+            exact = attention_backward(q, k, v, d_out, d_lse, **numbers)
             d_sinks = None
-            sinks = _sinks_of(saved[5:])
+            sinks, mask = extra_of(saved[5:], SINKS), extra_of(saved[5:], MASK)
             if sinks is not None and needed[3]:
                 lse, delta = backward_statistics(q, k, v, d_out, **numbers)
                 d_sinks = sink_gradient(sinks, lse, delta if d_lse is None else delta - d_lse)
@@ -244,11 +264,13 @@ class _ReferencePlan:
                 gradients[number] = gradient = _empty(quad(tensor), tensor, layout)
                 heads_first(gradient, layout).copy_(exact[number])
         dq, dk, dv = gradients
-        return dq, dk, dv, d_sinks
+        return dq, dk, dv, d_sinks, summed_like(mask, exact[3]) if mask is not None and needed[4] else None
 
     def _numbers(self, q: Tensor, k: Tensor, extras: Extras) -> dict[str, Any]:
         scale = self.arguments.softmax_scale
         features, diagonal = self.arguments.features(q.shape[2], k.shape[2], extras)
+        if features.dropout_seed is not None:
+            features = replace(features, head_numbers=head_numbers(q.shape[0], q.shape[1], q.device))
         return {
             "softmax_scale": q.shape[3] ** -0.5 if scale is None else scale,
             "diagonal": diagonal,

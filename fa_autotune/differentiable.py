@@ -22,7 +22,7 @@ from fa_autotune.op_library import (
     needed_of,
     refuse_forward_mode,
 )
-from fa_autotune.tensors import Extras, check_kinds
+from fa_autotune.tensors import MASK, Extras, check_kinds, extra_of
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _is_compiling = torch.compiler.is_compiling
@@ -41,7 +41,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, with_lse: bool, extras: 
     ):
         return _attend_with_care(q, k, v, call, with_lse, extras)
     if is_autocast(q):
-        q, k, v = cast_as_autocast(q, k, v)
+        q, k, v, extras = cast_as_autocast(q, k, v, extras)
     try:
         plan = plan_of(q, k, v, call, extras)
     except RuntimeError:  # perhaps tensors that outlived a transform of torch.func, which have no memory of their own
@@ -73,7 +73,7 @@ def _attend_with_care(q: Tensor, k: Tensor, v: Tensor, call: Call, with_lse: boo
     if not is_plain:
         check_kinds(q, k, v)
     if is_autocast(q):
-        q, k, v = cast_as_autocast(q, k, v)
+        q, k, v, extras = cast_as_autocast(q, k, v, extras)
     if not _is_compiling():
         # Views such as z.conj().imag, whose memory holds the opposite sign; a graph's operators resolve them.
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
@@ -102,10 +102,11 @@ def attend_packed(q: Tensor | None, packed: Tensor, call: Call, with_lse: bool, 
         and not (packed.is_neg() or (q is not None and q.is_neg()))
     ):
         return _apply_packed(q, packed, call, with_lse)
-    return attend(*_parts(q, packed), call, with_lse, extras)
+    return attend(*parts_of(q, packed), call, with_lse, extras)
 
 
-def _parts(q: Tensor | None, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def parts_of(q: Tensor | None, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of a packed call."""
     if q is None:
         q, k, v = packed.unbind(2)
     else:
@@ -118,14 +119,20 @@ def is_autocast(q: Tensor) -> bool:
     return torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu")
 
 
-def cast_as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As autocast does with the operands of torch's own attention: float64 and integers stay."""
+def cast_as_autocast(q: Tensor, k: Tensor, v: Tensor, extras: Extras = ()) -> tuple[Tensor, Tensor, Tensor, Extras]:
+    """As autocast does with the operands of torch's own attention: float64 and integers stay.
+
+    So does a mask in float32, which kernels read as it is.
+    """
     dtype = torch.get_autocast_dtype("cuda" if q.is_cuda else "cpu")
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
-    return cast(q), cast(k), cast(v)
+    mask = extra_of(extras, MASK)
+    if mask is not None and mask.dtype not in (dtype, torch.float32):
+        extras = (*extras[:MASK], cast(mask), *extras[MASK + 1 :])
+    return cast(q), cast(k), cast(v), extras
 
 
 def is_seen_by_others() -> bool:
@@ -158,10 +165,10 @@ class _Attention(torch.autograd.Function):
         d_out = None if d_out is None else d_out.resolve_neg()
         if torch.is_grad_enabled() or is_seen_by_others() or not (is_plain(d_out) and is_plain(d_lse)):
             # The operator refuses to be differentiated again, should anybody try.
-            dq, dk, dv, d_sinks = gradients_op(saved, d_out, d_lse, ctx.plan.arguments, needed)
+            dq, dk, dv, *of_extras = gradients_op(saved, d_out, d_lse, ctx.plan.arguments, needed)
         else:
-            dq, dk, dv, d_sinks = ctx.plan.backward(saved, d_out, d_lse, needed)
-        return (dq, dk, dv, None, None) if count == 5 else (dq, dk, dv, None, None, None, d_sinks)
+            dq, dk, dv, *of_extras = ctx.plan.backward(saved, d_out, d_lse, needed)
+        return (dq, dk, dv, None, None) if count == 5 else (dq, dk, dv, None, None, None, *of_extras, None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -173,7 +180,7 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor | None, packed: Tensor, call: Call, with_lse: bool) -> Any:
-        parts = _parts(q, packed)
+        parts = parts_of(q, packed)
         plan = plan_of(*parts, call)
         out, lse = plan.forward(*parts)
         ctx.save_for_backward(q, packed, out, lse)
@@ -187,7 +194,10 @@ class _PackedAttention(torch.autograd.Function):
             return None, None, None, None
         q, packed, out, lse = ctx.saved_tensors
         d_out = None if d_out is None else d_out.resolve_neg()
-        saved, needed = (*_parts(q, packed), out, lse), (q is None or ctx.needs_input_grad[0], True, True, False)
+        saved, needed = (
+            (*parts_of(q, packed), out, lse),
+            (q is None or ctx.needs_input_grad[0], True, True, False, False),
+        )
         if torch.is_grad_enabled() or is_seen_by_others() or not (is_plain(d_out) and is_plain(d_lse)):
             gradients: Any = gradients_op(saved, d_out, d_lse, ctx.plan.arguments, needed)
             dq, whole = gradients[0], torch.stack(gradients[0 if q is None else 1 : 3], dim=2)

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_autotune.differentiable import attend, attend_packed
-from fa_autotune.errors import InvalidProblemError, UnsupportedError
-from fa_autotune.ops import attention, check_features
+from fa_autotune.differentiable import attend, attend_packed, parts_of
+from fa_autotune.dropout import draw_seed
+from fa_autotune.errors import InvalidProblemError
+from fa_autotune.kernel_plan import CallArguments
+from fa_autotune.ops import attention
+from fa_autotune.reference import signed_probabilities
 from fa_autotune.tensors import (
     BHSD,
     BHSD_STORED_AS_BSHD,
@@ -21,11 +24,13 @@ from fa_autotune.tensors import (
     OPEN,
     TOP_LEFT,
     Extras,
+    as_dropout,
     as_extras,
     as_scale,
     as_softcap,
     check_kinds,
     check_tensor,
+    heads_first,
     mask_of,
 )
 
@@ -45,9 +50,16 @@ def flash_attn_func(
 ) -> Any:
     """flash_attn.flash_attn_func: q is (batch, seqlen_q, heads, head_dim), k and v may have fewer heads (GQA, MQA).
 
-    causal and window_size are bottom-right aligned. return_attn_probs gives (out, softmax_lse, None), softmax_lse fp32
-    (batch, heads, seqlen_q) in natural log. Gradients are always deterministic; softmax_lse has one too.
+    causal and window_size are bottom-right aligned. return_attn_probs gives (out, softmax_lse, S_dmask), softmax_lse
+    fp32 (batch, heads, seqlen_q) in natural log, without dropout; S_dmask is None without dropout, and else the
+    probabilities (batch, heads, seqlen_q, seqlen_k), negative where they were dropped: plain torch, for tests.
+    Gradients are always deterministic; softmax_lse has one too.
     """
+    if type(dropout_p) is not float or dropout_p != 0.0:
+        check_kinds(q, k, v)
+        return _flash(
+            q, (k, v), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+        )
     results = attention(
         q,
         k,
@@ -57,7 +69,6 @@ def flash_attn_func(
         softmax_scale=softmax_scale,
         softcap=_as_flash_attn_softcap(softcap),
         alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
         return_lse=return_attn_probs,
     )
     return (*results, None) if return_attn_probs else results
@@ -81,7 +92,7 @@ def flash_attn_kvpacked_func(
     """
     check_tensor("q", q)
     _check_packed("kv", kv, 2)
-    return _packed(q, kv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    return _flash(q, kv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -100,7 +111,7 @@ def flash_attn_qkvpacked_func(
     The gradient of qkv is written in one piece.
     """
     _check_packed("qkv", qkv, 3)
-    return _packed(None, qkv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    return _flash(None, qkv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
 
 
 def _as_flash_attn_softcap(softcap: Any) -> float:
@@ -119,9 +130,9 @@ def _check_packed(name: str, packed: Any, count: int) -> None:
         )
 
 
-def _packed(
+def _flash(
     q: Tensor | None,
-    packed: Tensor,
+    rest: Tensor | tuple[Tensor, Tensor],
     dropout_p: float,
     softmax_scale: float | None,
     causal: bool,
@@ -130,19 +141,35 @@ def _packed(
     alibi_slopes: Tensor | None,
     return_attn_probs: bool,
 ) -> Any:
-    check_features(dropout_p=dropout_p)
+    dropout_p = as_dropout(dropout_p)
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = as_scale(softmax_scale)
     mask, left, right = mask_of(causal, window_size)
     cap = _as_flash_attn_softcap(softcap)
+    """A call of q and (k, v), or of one that is packed."""
+    parts: Any = (q, *rest) if isinstance(rest, tuple) else parts_of(q, rest)
     extras: Extras = ()
-    if alibi_slopes is not None:
-        q_like = packed.select(2, 0) if q is None else q
-        check_kinds(q_like, packed.select(2, 0), packed.select(2, 0))
-        extras = as_extras(q_like, BSHD, alibi_slopes, None)
-    call = (softmax_scale, mask, BSHD, GENERATED, left, right, cap)
-    results = attend_packed(q, packed, call, return_attn_probs, extras)
-    return (*results, None) if return_attn_probs else results
+    if alibi_slopes is not None or dropout_p != 0.0:
+        check_kinds(*parts)
+        seed = draw_seed(parts[0].device) if dropout_p != 0.0 else None
+        extras = as_extras(parts[0], BSHD, alibi_slopes, None, None, seed)
+    call = (softmax_scale, mask, BSHD, GENERATED, left, right, cap, dropout_p)
+    results: Any
+    if isinstance(rest, tuple):
+        results = attend(parts[0], *rest, call, return_attn_probs, extras)
+    else:
+        results = attend_packed(q, rest, call, return_attn_probs, extras)
+    if not return_attn_probs:
+        return results
+    return (*results, None if dropout_p == 0.0 else _dropped_probabilities(parts, CallArguments(*call), extras))
+
+
+@torch.no_grad()
+def _dropped_probabilities(parts: tuple[Tensor, Tensor, Tensor], arguments: CallArguments, extras: Extras) -> Tensor:
+    q, k, _ = (heads_first(tensor, BSHD) for tensor in parts)
+    scale = q.shape[3] ** -0.5 if arguments.softmax_scale is None else arguments.softmax_scale
+    features, diagonal = arguments.features(q.shape[2], k.shape[2], extras)
+    return signed_probabilities(q, k, softmax_scale=scale, diagonal=diagonal, features=features)
 
 
 def scaled_dot_product_attention(
@@ -158,14 +185,17 @@ def scaled_dot_product_attention(
     """torch.nn.functional.scaled_dot_product_attention: query (…, heads, L, E), key (…, heads, S, E), value (…, S, Ev).
 
     is_causal is top-left aligned: query i sees keys j ≤ i, also where L ≠ S. Batch and head dimensions broadcast; with
-    enable_gqa the query heads may be a multiple of those of key and value instead. A query without a visible key can't
-    be asked for without a mask. The output lies in memory as query does.
+    enable_gqa the query heads may be a multiple of those of key and value instead. attn_mask broadcasts to (…, heads,
+    L, S): bool, True where a query sees a key, or of query's dtype or float32 and added to the scores, differentiable;
+    a query that sees no key gives 0. dropout_p drops attention weights as PyTorch does, by other random bits. The
+    output lies in memory as query does.
     """
-    if attn_mask is not None or dropout_p != 0.0:
-        name = "dropout_p" if attn_mask is None else "attn_mask"
-        raise UnsupportedError(
-            f"{name} is not served by this release of fa_autotune; leave it out (is_causal=True is the causal mask, "
-            "top-left) or call torch.nn.functional.scaled_dot_product_attention there"
+    if type(dropout_p) is not float or dropout_p != 0.0:
+        dropout_p = as_dropout(dropout_p)
+    if attn_mask is not None and is_causal:
+        raise InvalidProblemError(
+            "attn_mask and is_causal=True are given; PyTorch takes one of them: leave is_causal out and put it into "
+            "the mask, or call fa_autotune.attention, which takes both"
         )
     if scale is not None and type(scale) is not float:
         scale = as_scale(scale)
@@ -175,9 +205,12 @@ def scaled_dot_product_attention(
     lead = query.shape[:-2]
     if len(lead) == 2 and (lead == key.shape[:-2] == value.shape[:-2] or (enable_gqa and _is_batch(query, key, value))):
         layout = BHSD_STORED_AS_BSHD if query.stride(1) < query.stride(2) else BHSD
-        out: Tensor = attend(query, key, value, (scale, mask, layout, GENERATED, OPEN, OPEN, 0.0), False)
+        call = (scale, mask, layout, GENERATED, OPEN, OPEN, 0.0, dropout_p)
+        seed = draw_seed(query.device) if dropout_p != 0.0 else None
+        extras = as_extras(query, BHSD, None, None, attn_mask, seed)
+        out: Tensor = attend(query, key, value, call, False, extras)
         return out
-    return _broadcast(query, key, value, scale, mask, enable_gqa)
+    return _broadcast(query, key, value, attn_mask, dropout_p, scale, mask, enable_gqa)
 
 
 def _is_batch(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -185,7 +218,16 @@ def _is_batch(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return key.ndim == value.ndim == 4 and query.shape[0] == key.shape[0] == value.shape[0]
 
 
-def _broadcast(query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: int, enable_gqa: bool) -> Tensor:
+def _broadcast(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any,
+    dropout_p: float,
+    scale: float | None,
+    mask: int,
+    enable_gqa: bool,
+) -> Tensor:
     ndim = max(query.ndim, key.ndim, value.ndim)
     least = 3 if enable_gqa else 2
     if min(query.ndim, key.ndim, value.ndim) < least:
@@ -204,8 +246,26 @@ def _broadcast(query: Tensor, key: Tensor, value: Tensor, scale: float | None, m
         tensor.expand(*batch, number, *tensor.shape[-2:]).flatten(0, -4)
         for tensor, number in zip((q, k, v), heads, strict=True)
     )
-    out: Tensor = attend(q, k, v, (scale, mask, BHSD, GENERATED, OPEN, OPEN, 0.0), False)
+    seed = draw_seed(q.device) if dropout_p != 0.0 else None
+    extras = as_extras(q, BHSD, None, None, _with_batch(attn_mask, batch), seed)
+    out: Tensor = attend(q, k, v, (scale, mask, BHSD, GENERATED, OPEN, OPEN, 0.0, dropout_p), False, extras)
     return out.reshape((*batch, *out.shape[1:])[-ndim:])
+
+
+def _with_batch(attn_mask: Any, batch: tuple[int, ...]) -> Any:
+    """A mask whose leading dimensions are one batch; copied only where it has some of several of them."""
+    if not isinstance(attn_mask, Tensor) or attn_mask.ndim < 4:
+        return attn_mask
+    lead, rest = attn_mask.shape[:-3], attn_mask.shape[-3:]
+    if all(size == 1 for size in lead):
+        return attn_mask.reshape(1, *rest)
+    if len(lead) > len(batch) or any(
+        have not in (1, want) for have, want in zip(lead, batch[len(batch) - len(lead) :], strict=True)
+    ):
+        raise InvalidProblemError(
+            f"attn_mask has batch dimensions {tuple(lead)}, which do not broadcast to {batch} of query, key and value"
+        )
+    return attn_mask.expand(*batch, *rest).flatten(0, -4)
 
 
 def _common(shapes: Sequence[Sequence[int]], what: str) -> tuple[int, ...]:

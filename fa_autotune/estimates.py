@@ -93,7 +93,8 @@ def whole_smem_bytes(family: AttentionFamily, config: KernelConfig) -> int:
     own_bytes = row_bytes
     if family.kernel_pass is Pass.FWD:  # Q alone
         own_bytes = padded_head_dim(family.head_dim, config.HEAD_DIM_PIECE) * family.dtype.itemsize
-    return owned * own_bytes + config.num_stages * streamed * row_bytes
+    mask_bytes = config.BLOCK_M * config.BLOCK_N * family.mask_itemsize if family.has_mask else 0
+    return owned * own_bytes + config.num_stages * (streamed * row_bytes + mask_bytes)
 
 
 def _row_bytes(family: AttentionFamily, config: TiledConfig) -> int:

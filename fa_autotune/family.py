@@ -98,9 +98,13 @@ class AttentionFamily:
     `alibi`: scores get −slope · |distance of the key from the row's own|, a slope for each batch and head.
     `sinks`: a score for each batch and head is added to the softmax, with a value of 0. The forward alone knows it: a
     backward has it in lse.
+    `bool_mask`, `bias`, `wide_bias`: a mask tells each row its keys: of bools, or numbers that are added to the scores,
+    in the family's dtype or, wide, in fp32 beside 16 bits. `loose_mask`: its memory is not read 16 bytes at a time.
+    `dropout`: some probabilities become 0, by random bits of a seed; which share of them is a run-time argument.
+    `mask_gradient`: the kernel of dq also writes the gradient of what a mask adds.
     `varlen`: sequences of any lengths lie one after another in the rows of q, and of k and v; the diagonals are those
     of each sequence, and count from bottom-right.
-    BWD_POSTPROCESS knows no scores, and so neither softcap nor alibi.
+    BWD_POSTPROCESS knows no scores, and so nothing that changes them.
     """
 
     kernel_pass: Pass = Pass.FWD
@@ -114,6 +118,12 @@ class AttentionFamily:
     softcap: bool = False
     alibi: bool = False
     sinks: bool = False
+    bool_mask: bool = False
+    bias: bool = False
+    wide_bias: bool = False
+    loose_mask: bool = False
+    mask_gradient: bool = False
+    dropout: bool = False
     varlen: bool = False
 
     def __post_init__(self) -> None:
@@ -130,22 +140,45 @@ class AttentionFamily:
             raise InvalidProblemError(
                 f"sinks=True is for fwd: {self.kernel_pass.value} finds the sinks in lse; leave it out there"
             )
-        for name in ("softcap", "alibi"):
+        for name in SCORE_WORDS:
             if getattr(self, name) and self.kernel_pass is Pass.BWD_POSTPROCESS:
                 raise InvalidProblemError(
                     f"{name}=True is not for bwd_postprocess, which knows no scores; leave it out"
                 )
-        if self.varlen and self.kernel_pass in KEYLESS_PASSES:
-            raise InvalidProblemError(
-                f"varlen=True is for passes with keys: {self.kernel_pass.value} goes over rows, whatever sequence they "
-                "belong to; leave it out there"
-            )
+        self._check_mask()
+        self._check_varlen()
         for name in ("head_dim", "head_dim_v"):
             require_int(name, getattr(self, name), MIN_HEAD_DIM, MAX_HEAD_DIM)
         if self.access is not Access.ANY and strongest_access(self.dtype, self.head_dim, self.head_dim_v) is Access.ANY:
             raise InvalidProblemError(
                 f"access={self.access.value} needs rows of whole 16 bytes, but head_dim={self.head_dim} and "
                 f"head_dim_v={self.head_dim_v} of {self.dtype.value} are not; say access=any"
+            )
+
+    def _check_mask(self) -> None:
+        kinds = [name for name in MASK_KINDS if getattr(self, name)]
+        if len(kinds) > 1:
+            raise InvalidProblemError(f"{' and '.join(kinds)} are masks of one call, which has one; leave one out")
+        if self.wide_bias and self.dtype is DType.FLOAT32:
+            raise InvalidProblemError("wide_bias=True is fp32 beside 16 bits; in float32 write bias")
+        if self.loose_mask and not kinds:
+            raise InvalidProblemError(f"loose_mask=True says how a mask lies; add one of {', '.join(MASK_KINDS)}")
+        if self.mask_gradient and not (self.has_bias and self.kernel_pass is Pass.BWD_DQ):
+            raise InvalidProblemError(
+                f"mask_gradient=True is for bwd_dq with bias or wide_bias, not {self.kernel_pass.value}; leave it out"
+            )
+
+    def _check_varlen(self) -> None:
+        if self.varlen and self.kernel_pass in KEYLESS_PASSES:
+            raise InvalidProblemError(
+                f"varlen=True is for passes with keys: {self.kernel_pass.value} goes over rows, whatever sequence they "
+                "belong to; leave it out there"
+            )
+        found = [name for name in (*MASK_KINDS, "dropout") if getattr(self, name)]
+        if self.varlen and found:
+            raise InvalidProblemError(
+                f"{' and '.join(found)} with varlen: kernels of sequences in a row know neither masks nor dropout; "
+                "leave one out"
             )
 
     def as_json(self) -> dict[str, Any]:
@@ -176,9 +209,31 @@ class AttentionFamily:
         return MASK_WORDS[self.bounded_left, self.bounded_right]
 
     @property
+    def has_bias(self) -> bool:
+        """True where a mask adds numbers to the scores."""
+        return self.bias or self.wide_bias
+
+    @property
+    def has_mask(self) -> bool:
+        """True where a mask, of bools or numbers, says what each row sees."""
+        return self.bool_mask or self.has_bias
+
+    @property
+    def is_shifted(self) -> bool:
+        """True where something is added to the scores."""
+        return self.alibi or self.has_bias
+
+    @property
+    def mask_itemsize(self) -> int:
+        """Bytes per element of the mask."""
+        return 1 if self.bool_mask else 4 if self.wide_bias else self.dtype.itemsize
+
+    @property
     def feature_tensors(self) -> tuple[str, ...]:
-        """What the kernel takes after its outputs, fp32 (batch, num_q_heads): fields of `features.Features`."""
-        return (*(["alibi_slopes"] if self.alibi else []), *(["sinks"] if self.sinks else []))
+        """What the kernel takes after its outputs: fields of `features.Features`, which say their sizes."""
+        names = {"alibi_slopes": self.alibi, "sinks": self.sinks, "attn_mask": self.has_mask}
+        names["dropout_seed"] = self.dropout
+        return tuple(name for name, is_on in names.items() if is_on)
 
     @property
     def length_tensors(self) -> tuple[str, ...]:
@@ -190,7 +245,8 @@ class AttentionFamily:
         """What the kernel takes after the diagonal: fields of `features.Features`."""
         if self.kernel_pass is Pass.BWD_POSTPROCESS:
             return ("left_diagonal", "key_offset") if self.bounded_left else ()
-        return (*(["left_diagonal"] if self.bounded_left else []), *(["softcap"] if self.softcap else []))
+        names = {"left_diagonal": self.bounded_left, "softcap": self.softcap, "dropout_p": self.dropout}
+        return tuple(name for name, is_on in names.items() if is_on)
 
     @property
     def label(self) -> str:
@@ -211,8 +267,12 @@ def canonical_json(values: Mapping[str, Any]) -> str:
     return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-FAMILY_OPTIONS = {"unordered", "bounded_left", "softcap", "alibi", "sinks", "varlen"}  # in a key only where it is true
-FEATURE_WORDS = ("softcap", "alibi", "sinks", "varlen", "unordered")  # options that a text names by their own word
+MASK_KINDS = ("bool_mask", "bias", "wide_bias")
+SCORE_WORDS = ("softcap", "alibi", *MASK_KINDS, "loose_mask", "dropout")  # options that change scores
+PASS_WORDS = ("unordered", "mask_gradient")  # options of one pass, which a problem of another has not
+# Options that a text names by their own word.
+FEATURE_WORDS = ("softcap", "alibi", "sinks", *MASK_KINDS, "loose_mask", "dropout", "varlen", *PASS_WORDS)
+FAMILY_OPTIONS = {"bounded_left", *FEATURE_WORDS}  # in a key only where it is true
 SHAPE_OPTIONS = ("window_left", "window_right")  # in a key only where it is not 0
 FAMILY_KEYS = {"pass", "dtype", "head_dim", "head_dim_v", "bounded_right", "access"}
 MASK_WORDS = {

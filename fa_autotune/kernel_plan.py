@@ -15,32 +15,41 @@ from fa_autotune.backward_plan import Backward, BackwardCall, bind_backward
 from fa_autotune.bound_launch import bind
 from fa_autotune.errors import InvalidProblemError
 from fa_autotune.family import Access, AttentionFamily
-from fa_autotune.features import Features, sink_gradient, window_diagonals
+from fa_autotune.features import Features, sink_gradient, summed_like, window_diagonals
 from fa_autotune.live_kernels import INTERPRETER_INDEX, kernel_for
 from fa_autotune.problem import AttentionProblem, AttentionShape
 from fa_autotune.tensors import (
+    ALIBI,
     DTYPES,
     FULL,
+    MASK,
     OPEN,
+    SEED,
+    SINKS,
     TOP_LEFT,
     UNORDERED,
     WINDOW,
     Extras,
     access_of,
     allocator,
+    contiguous,
     dense,
+    extra_of,
     heads_first,
     lse_geometry,
+    mask_options,
     out_size,
     quad,
     sketch,
 )
+from fa_autotune.workload import whole_mask_rows
 
 MAX_REMEMBERED_BACKWARDS = 16  # of one kind of call: one for each way that its gradient lies in memory
 
 Saved = tuple[Any, ...]  # q, k, v, out, lse, and the extras
-Needed = tuple[bool, bool, bool, bool]  # the gradient of q, of k, of v, of sinks
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+GRADIENTS = ("q", "k", "v", "sinks", "attn_mask")
+Needed = tuple[bool, bool, bool, bool, bool]  # which of them
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 Into = tuple[Tensor | None, Tensor, Tensor]  # where gradients are to be written: dq (None: allocate), dk, dv
 
 _WEAKNESS = {access: weakness for weakness, access in enumerate(Access)}
@@ -61,6 +70,7 @@ class CallArguments(NamedTuple):
     window_left: int = OPEN
     window_right: int = OPEN
     softcap: float = 0.0
+    dropout_p: float = 0.0
 
     @property
     def window(self) -> tuple[int, int]:
@@ -79,19 +89,21 @@ class CallArguments(NamedTuple):
     def features(self, seqlen_q: int, seqlen_k: int, extras: Extras) -> tuple[Features, int | None]:
         """(features, diagonal) of a call on tensors of such lengths."""
         left_diagonal, diagonal = self.bounds(seqlen_q, seqlen_k)
-        alibi_slopes, sinks = extras or (None, None)
         features = Features(
             left_diagonal=left_diagonal,
             softcap=self.softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
+            alibi_slopes=extra_of(extras, ALIBI),
+            sinks=extra_of(extras, SINKS),
+            attn_mask=extra_of(extras, MASK),
+            dropout_p=self.dropout_p,
+            dropout_seed=extra_of(extras, SEED),
             key_offset=seqlen_k - seqlen_q,
         )
         return features, diagonal
 
 
 # The same as a plain tuple, which costs a call less to make.
-Call = tuple[float | None, int, int, int, int, int, float]
+Call = tuple[float | None, int, int, int, int, int, float, float]
 
 
 class KernelPlan:
@@ -106,7 +118,8 @@ class KernelPlan:
         _, num_kv_heads, seqlen_k, head_dim_v = v_view.shape
         self._scale = head_dim**-0.5 if arguments.softmax_scale is None else arguments.softmax_scale
         features, self._diagonal = arguments.features(seqlen_q, seqlen_k, extras)
-        self._features = replace(features, alibi_slopes=None, sinks=None)  # no tensor of a call is kept
+        no_tensors: dict[str, Any] = dict.fromkeys(("alibi_slopes", "sinks", "attn_mask", "dropout_seed"))
+        self._features = replace(features, **no_tensors)  # no tensor of a call is kept
         left_diagonal = features.left_diagonal
         window_left, window_right = arguments.window
         self._dtype = q.dtype
@@ -127,6 +140,8 @@ class KernelPlan:
                 softcap=arguments.softcap != 0.0,
                 alibi=features.alibi_slopes is not None,
                 sinks=features.sinks is not None,
+                **mask_options(features.attn_mask, q.dtype),
+                dropout=features.dropout_seed is not None,
                 access=access_of(q_view, k_view, v_view),
             ),
             shape=AttentionShape(
@@ -140,7 +155,7 @@ class KernelPlan:
             ),
         )
         out, lse = sketch(self._out, self._dtype), sketch(self._lse, torch.float32)
-        self._has_sinks, self._has_extras = features.sinks is not None, bool(extras)
+        self._extras = [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in extras]
         more = features.tensors(self._problem.family)
         tensors = (q_view, k_view, v_view, heads_first(out, layout), lse, *more)
         numbers = (self._scale, self._diagonal, *self._features.numbers(self._problem.family))
@@ -174,7 +189,7 @@ class KernelPlan:
         if not lse.is_contiguous() or lse.data_ptr() & 15:
             lse = lse.clone(memory_format=torch.contiguous_format)
             saved = (q, k, v, out, lse, *saved[5:])
-        alibi_slopes, sinks = saved[5:] or (None, None)
+        alibi_slopes, sinks, mask, seed = (extra_of(saved[5:], place) for place in (ALIBI, SINKS, MASK, SEED))
         if d_out is None:
             d_out = torch.zeros_like(out)
         key = (
@@ -182,6 +197,7 @@ class KernelPlan:
             into and into[1].stride(),  # parts of one new tensor, so that one tells of all
             (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | d_out.data_ptr()) & 15,
             None if alibi_slopes is None else alibi_slopes.stride(),
+            None if mask is None else (mask.stride(), mask.data_ptr() & 15),
         )  # fmt: skip
         found = self._backwards.get(key)
         if found is None:
@@ -199,9 +215,23 @@ class KernelPlan:
         if dk is None and (needed[1] or needed[2]):
             dk = self._allocate(*self._gradients[1], self._dtype)
             dv = self._allocate(*self._gradients[2], self._dtype)
-        delta = run(q, k, v, out, lse, d_out, d_lse, dq, dk, dv, alibi_slopes)
+        scores_gradient = self._scores_gradient() if mask is not None and needed[4] else None
+        if scores_gradient is not None and dq is None:
+            dq = self._allocate(*self._gradients[0], self._dtype)
+        more = tuple(tensor for tensor in (alibi_slopes, mask, seed) if tensor is not None)
+        delta = run(q, k, v, out, lse, d_out, d_lse, dq, dk, dv, *more, d_mask=scores_gradient)
         d_sinks = sink_gradient(sinks, lse, delta) if sinks is not None and needed[3] else None
-        return dq, dk if needed[1] else None, dv if needed[2] else None, d_sinks
+        d_mask = None
+        if mask is not None and scores_gradient is not None:
+            d_mask = summed_like(mask, scores_gradient[..., : self._problem.shape.seqlen_k])
+        return dq if needed[0] else None, dk if needed[1] else None, dv if needed[2] else None, d_sinks, d_mask
+
+    def _scores_gradient(self) -> Tensor:
+        """Where the gradient of what a mask adds is written, for every row and key; 0 where no kernel writes."""
+        geometry = contiguous((*self._lse[0], whole_mask_rows(self._problem.shape.seqlen_k)))
+        found = self._allocate(*geometry, torch.float32)
+        family = self._problem.family
+        return found.zero_() if family.bounded_left or family.bounded_right else found
 
     def _check_saved(self, saved: Saved) -> None:
         q, k, v, out, lse = saved[:5]
@@ -215,11 +245,11 @@ class KernelPlan:
                 "hook on saved tensors must give back what it was given"
             )
 
-        for tensor in saved[5:]:
-            if tensor is not None and (tensor.shape != lse.shape[:2] or tensor.dtype is not torch.float32):
+        for tensor, expected in zip(saved[5:], self._extras, strict=True):
+            if tensor is not None and (tensor.shape, tensor.dtype) != expected:
                 raise InvalidProblemError(
-                    f"slopes or sinks came to the backward as {tuple(tensor.shape)} {tensor.dtype}; the forward saved "
-                    f"{tuple(lse.shape[:2])} in float32. A hook on saved tensors must give back what it was given"
+                    f"slopes, sinks, mask or seed came to the backward as {tuple(tensor.shape)} {tensor.dtype}; the "
+                    f"forward saved {expected}. A hook on saved tensors must give back what it was given"
                 )
 
     def _is_elsewhere(self) -> bool:
@@ -238,7 +268,7 @@ class KernelPlan:
             for geometry, target, wanted in zip(
                 self._gradients,
                 into or (None, None, None),
-                (needed[0], needed[1] or needed[2], needed[1] or needed[2]),
+                (needed[0] or needed[4], needed[1] or needed[2], needed[1] or needed[2]),
                 strict=True,
             )
         )
@@ -247,8 +277,14 @@ class KernelPlan:
             index=self._index,
             softmax_scale=self._scale,
             diagonal=self._diagonal,
-            features=replace(self._features, alibi_slopes=saved[5] if self._has_extras else None),
+            features=replace(
+                self._features,
+                alibi_slopes=extra_of(saved[5:], ALIBI),
+                attn_mask=extra_of(saved[5:], MASK),
+                dropout_seed=extra_of(saved[5:], SEED),
+            ),
             allocate=self._allocate,
+            mask_gradient=needed[4],
         )
         unordered = self.arguments.backend == UNORDERED
         return bind_backward(call, q, k, v, out, saved[4], d_out, dq, dk, dv, unordered=unordered), copies

@@ -4,7 +4,7 @@ They are what a graph holds (torch.compile, export, make_fx) and what modes and 
 past them. Registered when this module is imported.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -13,8 +13,22 @@ from torch.autograd import forward_ad
 
 from fa_autotune.calls import plan_of
 from fa_autotune.errors import UnsupportedError
-from fa_autotune.kernel_plan import CallArguments, Gradients, Needed
-from fa_autotune.tensors import Extras, Quad, check_kinds, check_tensors, dense, heads_first, lse_size, out_size, quad
+from fa_autotune.kernel_plan import GRADIENTS, CallArguments, Gradients, Needed
+from fa_autotune.tensors import (
+    MASK,
+    NUM_EXTRAS,
+    SINKS,
+    Extras,
+    Quad,
+    check_kinds,
+    check_tensors,
+    dense,
+    extra_of,
+    heads_first,
+    lse_size,
+    out_size,
+    quad,
+)
 
 _library: Any = torch.library  # its functions lack types
 _torch_autograd: Any = getattr(torch._library, "autograd", None)
@@ -22,24 +36,24 @@ _unpack_dual: Any = forward_ad.unpack_dual
 LIBRARY = _library.Library("fa_autotune", "DEF")
 
 _CALL = "float? softmax_scale, int mask, int layout, int backend, int window_left=-1, int window_right=-1, "
-_CALL += "float softcap=0.0"
-_EXTRAS = "Tensor? alibi_slopes=None, Tensor? sinks=None"
+_CALL += "float softcap=0.0, float dropout_p=0.0"
+_EXTRAS = "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? attn_mask=None, Tensor? dropout_seed=None"
 _NUM_CALL = _CALL.count(",") + 1
-_NUM_INPUTS = 3 + _NUM_CALL + 2  # q, k, v, the call, slopes and sinks
+_NUM_INPUTS = 3 + _NUM_CALL + NUM_EXTRAS  # q, k, v, the call, and its extras
 LIBRARY.define(
     f"forward(Tensor q, Tensor k, Tensor v, {_CALL}, {_EXTRAS}) -> (Tensor out, Tensor lse)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 LIBRARY.define(
-    "backward(Tensor? d_out, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool[4] needed, "
-    f"{_CALL}, {_EXTRAS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_sinks)",
+    "backward(Tensor? d_out, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool[] needed, "
+    f"{_CALL}, {_EXTRAS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_sinks, Tensor d_mask)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
 
 def _split(arguments: tuple[Any, ...]) -> tuple[CallArguments, Extras]:
     """An operator's arguments after its tensors and `needed`: what the call says, and its extras."""
-    extras = (*arguments[_NUM_CALL:], None, None)[:2]
+    extras = (*arguments[_NUM_CALL:], *(None,) * NUM_EXTRAS)[:NUM_EXTRAS]
     return CallArguments(*arguments[:_NUM_CALL]), extras if any(tensor is not None for tensor in extras) else ()
 
 
@@ -61,10 +75,15 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     call, extras = _split(arguments)
     plan = plan_of(q, k, v, call, extras)
-    wanted = (needed[0], needed[1], needed[2], needed[3])
-    gradients = plan.backward((q, k, v, out, lse, *extras), d_out, d_lse, wanted)
+    gradients = plan.backward((q, k, v, out, lse, *extras), d_out, d_lse, _whole(needed))
     # An operator's results are tensors: one of no element stands for a gradient that nobody needs.
     return tuple(q.new_empty(0) if gradient is None else gradient for gradient in gradients)
+
+
+def _whole(needed: Sequence[bool]) -> Needed:
+    """What an operator is told of; gradients that are not mentioned are not needed."""
+    dq, dk, dv, d_sinks, d_mask = (*needed, *(False,) * len(GRADIENTS))[: len(GRADIENTS)]
+    return dq, dk, dv, d_sinks, d_mask
 
 
 for _backend in ("CPU", "CUDA"):
@@ -99,9 +118,11 @@ def _fake_backward(
         _empty(quad(tensor), tensor, call.layout) if wanted else q.new_empty(0)
         for tensor, wanted in zip((q, k, v), needed[:3], strict=True)
     ]
-    has_sinks = bool(extras) and extras[1] is not None and needed[3]
-    d_sinks = q.new_empty(lse.shape[:2], dtype=torch.float32) if has_sinks else q.new_empty(0)
-    return *gradients, d_sinks
+    *_, wants_sinks, wants_mask = _whole(needed)
+    for place, wanted in ((SINKS, wants_sinks), (MASK, wants_mask)):
+        extra = extra_of(extras, place)
+        gradients.append(q.new_empty(0) if extra is None or not wanted else extra.new_empty(extra.shape))
+    return tuple(gradients)
 
 
 _library.register_fake("fa_autotune::forward", _fake_forward, lib=LIBRARY)
@@ -119,14 +140,15 @@ def gradients_op(
 ) -> Gradients:
     """A plan's `backward`, through the dispatcher."""
     found = torch.ops.fa_autotune.backward(d_out, d_lse, *saved[:5], list(needed), *arguments, *saved[5:])
-    dq, dk, dv, d_sinks = (gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True))
-    return dq, dk, dv, d_sinks
+    dq, dk, dv, d_sinks, d_mask = (gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True))
+    return dq, dk, dv, d_sinks, d_mask
 
 
 def needed_of(needs_input_grad: tuple[bool, ...], first_extra: int) -> Needed:
     """Which gradients an autograd function is asked for; its extras are its inputs from `first_extra` on."""
-    sinks = len(needs_input_grad) > first_extra + 1 and needs_input_grad[first_extra + 1]
-    return needs_input_grad[0], needs_input_grad[1], needs_input_grad[2], sinks
+    dq, dk, dv, *_ = needs_input_grad
+    _, sinks, mask, _ = (*needs_input_grad[first_extra:], *(False,) * NUM_EXTRAS)[:NUM_EXTRAS]
+    return dq, dk, dv, sinks, mask
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -148,9 +170,10 @@ def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tupl
 
 
 def _for_inputs(gradients: Iterable[Tensor | None], needed: Needed) -> tuple[Tensor | None, ...]:
-    """What autograd is given for each input of `forward`: those of q, k, v and sinks that are needed."""
-    dq, dk, dv, d_sinks = (gradient if wanted else None for gradient, wanted in zip(gradients, needed, strict=True))
-    return dq, dk, dv, *(None,) * (_NUM_INPUTS - 4), d_sinks
+    """What autograd is given for each input of `forward`: those of q, k, v, sinks and mask that are needed."""
+    found = (gradient if wanted else None for gradient, wanted in zip(gradients, needed, strict=True))
+    dq, dk, dv, d_sinks, d_mask = found
+    return dq, dk, dv, *(None,) * (_NUM_CALL + 1), d_sinks, d_mask, None
 
 
 def _refuse_to_differentiate_twice(ctx: Any, *gradients: Tensor) -> None:
@@ -189,11 +212,20 @@ def fold_batch(op: Any, batch_size: int, in_dims: Any, arguments: tuple[Any, ...
 
     The mapped axis becomes part of the batch; a tensor without one is expanded.
     """
+    if any(isinstance(argument, Tensor) and argument.dtype is torch.int64 for argument in arguments):
+        raise UnsupportedError(
+            "attention with dropout_p has no rule for vmap: one seed tells what every example drops; map over examples "
+            "with dropout_p=0.0, or make the mapped axis part of the batch"
+        )
+    tensors = [(tensor, dim) for tensor, dim in zip(arguments, in_dims, strict=True) if isinstance(tensor, Tensor)]
+    batch = max(tensor.shape[0 if dim is None else int(dim == 0)] for tensor, dim in tensors)
 
     def folded(tensor: Any, dim: int | None) -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
         moved = tensor.unsqueeze(0).expand(batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        if moved.shape[1] == 1 < batch:  # a mask that a batch shares
+            moved = moved.expand(batch_size, batch, *moved.shape[2:])
         return moved.flatten(0, 1)
 
     results = op(*(folded(argument, dim) for argument, dim in zip(arguments, in_dims, strict=True)))

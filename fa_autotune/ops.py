@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fa_autotune.differentiable import attend
+from fa_autotune.dropout import draw_seed
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
 from fa_autotune.family import SPLIT_BACKWARD
 from fa_autotune.live_kernels import device_index, dispatcher_of, flush_misses, kernel_for
@@ -21,6 +22,7 @@ from fa_autotune.tensors import (
     GENERATED,
     REFERENCE,
     UNORDERED,
+    as_dropout,
     as_extras,
     as_scale,
     as_softcap,
@@ -67,7 +69,11 @@ def attention(
     sees no key gives 0. softmax_scale: None is 1/sqrt(head_dim). softcap: scores s become softcap·tanh(s / softcap),
     0.0 is none. alibi_slopes: (num_q_heads,) or (batch, num_q_heads); the score of query i and key j gets −slope·|i +
     seqlen_k − seqlen_q − j|. sinks: (num_q_heads,), differentiable, one more score for each row, whose value is 0; lse
-    counts it.
+    counts it. attn_mask: broadcasts to (batch, num_q_heads, seqlen_q, seqlen_k) in either layout, and is read by its
+    strides; bool, True where a query sees a key, or of q's dtype or float32 and added to the scores last,
+    differentiable; keys that causal or window_size hide stay hidden. dropout_p: this share of the attention weights,
+    rounded to a multiple of 2⁻¹⁶, becomes 0 and the others grow by 1/(1 − dropout_p), by a seed that each call draws
+    from torch's default generator; lse is that without dropout. `fa_autotune.dropout.dropout_mask` tells which stay.
 
     return_lse: also give the natural-log log-sum-exp, fp32 (batch, num_q_heads, seqlen_q), −inf for a row that sees no
     key (with sinks: its sink); a gradient into lse counts. Results and gradients are bit-for-bit repeatable; with
@@ -78,10 +84,8 @@ def attention(
     Raises InvalidProblemError for tensors that do not fit together, and UnsupportedError for arguments that this
     release does not serve (all that is not described above), before any kernel runs.
     """
-    if not (attn_mask is score_mod is mask_mod is q_scale is k_scale is v_scale is None and dropout_p == 0.0):
+    if not (score_mod is mask_mod is q_scale is k_scale is v_scale is None):
         check_features(
-            attn_mask=attn_mask,
-            dropout_p=dropout_p,
             score_mod=score_mod,
             mask_mod=mask_mod,
             q_scale=q_scale,
@@ -100,11 +104,14 @@ def attention(
     if type(softcap) is not float:
         softcap = as_softcap(softcap)
     mask, left, right = mask_of(causal, window_size)
-    call = (softmax_scale, mask, _LAYOUTS[layout], runs, left, right, softcap)
-    if alibi_slopes is sinks is None:
+    if type(dropout_p) is not float or dropout_p != 0.0:
+        dropout_p = as_dropout(dropout_p)
+    call = (softmax_scale, mask, _LAYOUTS[layout], runs, left, right, softcap, dropout_p)
+    if alibi_slopes is sinks is attn_mask is None and dropout_p == 0.0:
         return attend(q, k, v, call, return_lse)
     check_kinds(q, k, v)
-    return attend(q, k, v, call, return_lse, as_extras(q, _LAYOUTS[layout], alibi_slopes, sinks))
+    seed = draw_seed(q.device) if dropout_p != 0.0 else None
+    return attend(q, k, v, call, return_lse, as_extras(q, _LAYOUTS[layout], alibi_slopes, sinks, attn_mask, seed))
 
 
 def warmup(
@@ -148,22 +155,23 @@ def _as_called(problem: AttentionProblem | str) -> AttentionProblem:
     return (AttentionProblem.parse(problem) if isinstance(problem, str) else problem).as_called()
 
 
-# What "off" looks like, where it is not None, and what the argument means.
-_FEATURES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "attn_mask": ((), "an arbitrary mask; causal=True needs none"),
-    "dropout_p": ((0.0,), "dropout"),
-    "score_mod": ((), "a score function"),
-    "mask_mod": ((), "a mask function"),
-    "q_scale": ((), "8-bit inputs"),
-    "k_scale": ((), "8-bit inputs"),
-    "v_scale": ((), "8-bit inputs"),
+# What arguments mean that are not served. None is off; a dropout of 0 is too.
+_FEATURES = {
+    "attn_mask": "a mask, of sequences in a row",
+    "dropout_p": "dropout, of sequences in a row",
+    "score_mod": "a score function",
+    "mask_mod": "a mask function",
+    "q_scale": "8-bit inputs",
+    "k_scale": "8-bit inputs",
+    "v_scale": "8-bit inputs",
 }
 
 
 def check_features(**arguments: Any) -> None:
     """UnsupportedError for the first argument that asks for what this release does not serve."""
     for name, value in arguments.items():
-        offs, meaning = _FEATURES[name]
-        is_off = value in offs if offs else value is None
+        is_off = value == 0.0 if name == "dropout_p" else value is None
         if not is_off:
-            raise UnsupportedError(f"{name} ({meaning}) is not served by this release of fa_autotune; leave it out")
+            raise UnsupportedError(
+                f"{name} ({_FEATURES[name]}) is not served by this release of fa_autotune; leave it out"
+            )

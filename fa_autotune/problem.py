@@ -13,7 +13,9 @@ from fa_autotune.family import (
     FEATURE_WORDS,
     KEYLESS_PASSES,
     MASK_WORDS,
+    PASS_WORDS,
     SCHEMA_VERSION,
+    SCORE_WORDS,
     SHAPE_OPTIONS,
     SHORT_DTYPES,
     Access,
@@ -134,7 +136,8 @@ class AttentionProblem:
 
         A word is causal, left=N or right=N (a window: so many keys before and after a row's own; causal is right=0),
         a dtype (bf16, fp16, fp32), an access (tma, aligned, any), a pass (fwd or one of the backward's, such as
-        bwd_dkdv), softcap, alibi, sinks, or unordered, which goes with bwd_fused.
+        bwd_dkdv), softcap, alibi, sinks, a mask (bool_mask, bias, wide_bias; and loose_mask), or unordered, which goes
+        with bwd_fused, and mask_gradient, which goes with bwd_dq.
 
         `AttentionProblem.parse("4x32x8x4096x4096x128,causal")` is Llama-like prefill in bfloat16. `×` may stand for x.
         A pass makes it that kernel's problem of the same call, as `for_pass` does.
@@ -152,14 +155,12 @@ class AttentionProblem:
             )
         batch, q_heads, kv_heads, seqlen_q, seqlen_k, head_dim, *rest = map(int, numbers.split("x"))
         dtype, access, kernel_pass = DType.BFLOAT16, None, Pass.FWD
-        unordered, features = False, dict[str, Any]()
+        features = dict[str, Any]()
         sides = _window_sides(flags, text)
         for flag in flags:
             if flag in ("causal", "full") or _SIDE.fullmatch(flag):
                 continue
-            if flag == "unordered":
-                unordered = True
-            elif flag in FEATURE_WORDS:
+            if flag in FEATURE_WORDS:
                 features[flag] = True
             elif flag in _DTYPES_BY_WORD:
                 dtype = _DTYPES_BY_WORD[flag]
@@ -170,6 +171,7 @@ class AttentionProblem:
             else:
                 known = ["causal", "full", "left=N", "right=N", *_DTYPES_BY_WORD, *Access, *Pass, *FEATURE_WORDS]
                 raise InvalidProblemError(f"{flag!r} in {text!r} is not one of: {', '.join(known)}")
+        of_pass = {word: features.pop(word, False) for word in PASS_WORDS}
         head_dim_v = rest[0] if rest else head_dim
         family = AttentionFamily(
             dtype=dtype,
@@ -189,7 +191,7 @@ class AttentionProblem:
             window_left=sides.get("left", 0),
             window_right=sides.get("right", 0),
         )
-        return cls(family=family, shape=shape).for_pass(kernel_pass, unordered=unordered)
+        return cls(family=family, shape=shape).for_pass(kernel_pass, **of_pass)
 
     def as_called(self) -> Self:
         """The problem whose kernel runs when this one is called: without a bound that hides nothing, bottom-right.
@@ -215,14 +217,16 @@ class AttentionProblem:
             ),
         )
 
-    def for_pass(self, kernel_pass: Pass, *, unordered: bool = False) -> Self:
+    def for_pass(self, kernel_pass: Pass, *, unordered: bool = False, mask_gradient: bool = False) -> Self:
         """The problem that another kernel of the same call solves.
 
         delta and the preprocessing know neither keys nor a mask, and the postprocessing no scores: calls that differ in
         these alone share their problem. The access stays, but is that of ordinary tensors where this problem's is.
         `unordered` is that of the fused kernel. InvalidProblemError from a pass without keys to another one.
         """
-        if kernel_pass is self.family.kernel_pass and unordered is self.family.unordered:
+        of_pass: dict[str, Any] = {"unordered": unordered, "mask_gradient": mask_gradient}
+        is_same = all(getattr(self.family, name) is value for name, value in of_pass.items())
+        if kernel_pass is self.family.kernel_pass and is_same:
             return self
         if self.family.kernel_pass in KEYLESS_PASSES and kernel_pass is not self.family.kernel_pass:
             raise InvalidProblemError(
@@ -232,8 +236,9 @@ class AttentionProblem:
             sinks = self.family.sinks and kernel_pass is Pass.FWD
             family = self.family
             if kernel_pass is Pass.BWD_POSTPROCESS:
-                family = replace(family, softcap=False, alibi=False)
-            return replace(self, family=replace(family, kernel_pass=kernel_pass, unordered=unordered, sinks=sinks))
+                scoreless: dict[str, Any] = dict.fromkeys(SCORE_WORDS, False)
+                family = replace(family, **scoreless)
+            return replace(self, family=replace(family, kernel_pass=kernel_pass, sinks=sinks, **of_pass))
         family, head_dim_v = self.family, self.family.head_dim_v
         batch_size, seqlen_q = self.shape.batch_size, self.shape.seqlen_q
         if family.varlen:  # rows one after another
@@ -248,7 +253,7 @@ class AttentionProblem:
                 head_dim_v=head_dim_v,
                 bounded_right=False,
                 access=strongest_access(family.dtype, head_dim_v, head_dim_v) if is_usual else family.access,
-                unordered=unordered,
+                **of_pass,
             ),
             shape=replace(
                 self.shape,
@@ -280,13 +285,14 @@ class AttentionProblem:
         sides = {"left": left or (0 if mask in ("left", "window") else None)}
         sides["right"] = right or (0 if mask in ("causal", "window") else None)
         bounds = "".join(f",{side}={size}" for side, size in sides.items() if size is not None)
-        flags = "".join(f",{word}" for word in words.split() if word != "unordered")
+        flags = "".join(f",{word}" for word in words.split() if word not in PASS_WORDS)
         found = cls.parse(f"{shape}x{dims.replace('/', 'x')},{dtype},{access or Access.TMA}{bounds}{flags}")
         if found.family.mask_word != mask:
             raise InvalidProblemError(
                 f"a {mask} mask has no {bounds.lstrip(',')}; the word is {found.family.mask_word}"
             )
-        family = replace(found.family, kernel_pass=Pass(kernel_pass), unordered="unordered" in words.split())
+        of_pass: dict[str, Any] = {word: word in words.split() for word in PASS_WORDS}
+        family = replace(found.family, kernel_pass=Pass(kernel_pass), **of_pass)
         return replace(found, family=family)
 
     @property
@@ -346,7 +352,15 @@ class AttentionProblem:
             Pass.BWD_FUSED: ((q_rows + 2 * k_rows) * dims, 2 + family.head_dim),
             Pass.BWD_POSTPROCESS: (q_rows * family.head_dim, family.head_dim),
         }[family.kernel_pass]
-        return elements * family.dtype.itemsize + 4 * statistics * q_rows
+        return elements * family.dtype.itemsize + 4 * statistics * q_rows + self._mask_bytes
+
+    @property
+    def _mask_bytes(self) -> int:
+        """Bytes of the mask where every (batch, head) shares it, and of its gradient before that is summed."""
+        shape, family = self.shape, self.family
+        pairs = shape.seqlen_q * shape.seqlen_k
+        gradient = 4 * pairs * shape.batch_size * shape.num_q_heads if family.mask_gradient else 0
+        return gradient + (pairs * family.mask_itemsize if family.has_mask else 0)
 
 
 def rounded_up(count: int) -> int:

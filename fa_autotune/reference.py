@@ -4,7 +4,9 @@ Tensors are (batch, heads, seqlen, head_dim) throughout. `diagonal` is None (no 
 i sees keys j <= i + diagonal; all else that a call may do to its scores is in `features`.
 """
 
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,14 +44,38 @@ def hidden_keys(
 
 
 def _hidden(
-    q: Tensor, k: Tensor, diagonal: int | None, features: Features, first_row: int = 0, first_key: int = 0
+    scores: Tensor, diagonal: int | None, features: Features, first_row: int = 0, first_key: int = 0
 ) -> Tensor | None:
-    """`hidden_keys` of stretches of rows and keys; None where nothing is bounded."""
+    """Which scores of stretches of rows and keys do not count, of each head where a mask says so; None for none."""
     left = features.left_diagonal
-    if diagonal is None and left is None:
-        return None
-    right, left = (side if side is None else side - first_key for side in (diagonal, left))
-    return hidden_keys(q.shape[2], k.shape[2], right, q.device, first_row, left)
+    mask = _mask_of(scores, features, first_row, first_key)
+    hidden = None
+    if diagonal is not None or left is not None:
+        right, left = (side if side is None else side - first_key for side in (diagonal, left))
+        hidden = hidden_keys(scores.shape[2], scores.shape[3], right, scores.device, first_row, left)
+    if mask is None:
+        return hidden
+    masked = ~mask if mask.dtype is torch.bool else mask == float("-inf")
+    return masked if hidden is None else masked | hidden
+
+
+def _weights(scores: Tensor, lse: Tensor, features: Features) -> Tensor:
+    """The softmax of scores whose log-sum-exp is known."""
+    mask = features.attn_mask
+    if mask is None or mask.dtype is torch.bool:
+        return torch.exp(scores - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
+    # A mask's numbers may be so large that lse, rounded, has lost how many keys share a row.
+    highest = scores.max(-1, keepdim=True).values
+    if features.sinks is not None:
+        highest = torch.maximum(highest, features.sinks.to(scores.dtype)[..., None, None])
+    highest = torch.where(highest == float("-inf"), 0.0, highest)
+    weights, total = (
+        torch.exp(scores - highest),
+        torch.exp(_log_sum_exp(scores - highest, replace(features, sinks=None))),
+    )
+    if features.sinks is not None:
+        total = total + torch.exp(features.sinks.to(scores.dtype)[..., None] - highest[..., 0])
+    return weights / torch.where(total == 0.0, 1.0, total)[..., None]
 
 
 def _scored(
@@ -65,7 +91,16 @@ def _scored(
         keys = torch.arange(first_key, first_key + products.shape[3], device=products.device)[None, :]
         distance = (rows + features.key_offset - keys).abs().to(products.dtype)
         scores = scores - features.alibi_slopes.to(products.dtype)[:, :, None, None] * distance
+    mask = _mask_of(products, features, first_row, first_key)
+    if mask is not None and mask.dtype is not torch.bool:
+        scores = scores + mask.to(products.dtype)
     return scores, slope
+
+
+def _mask_of(scores: Tensor, features: Features, first_row: int, first_key: int) -> Tensor | None:
+    """A call's mask for stretches of rows and keys."""
+    _, _, rows, keys = scores.shape
+    return features.mask_of(slice(first_row, first_row + rows), slice(first_key, first_key + keys))
 
 
 def _log_sum_exp(scores: Tensor, features: Features) -> Tensor:
@@ -94,18 +129,40 @@ def attention_reference(
     group = q.shape[1] // k.shape[1]
     k, v = (tensor.to(precise).repeat_interleave(group, dim=1) for tensor in (k, v))
     scores, _ = _scored(q.to(precise) @ k.transpose(-1, -2) * softmax_scale, features, first_row)
-    hidden = _hidden(q, k, diagonal, features, first_row)
+    hidden = _hidden(scores, diagonal, features, first_row)
     if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
     lse = _log_sum_exp(scores, features)
-    weights = torch.exp(scores - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
+    weights = features.dropped(_weights(scores, lse, features), first_row)
     out = weights @ v
     if hidden is not None and not torch.isfinite(v).all():
         out = _without_hidden_nan(weights, v, hidden)
     return out, lse.to(torch.float32)
 
 
+def signed_probabilities(
+    q: Tensor, k: Tensor, *, softmax_scale: float, diagonal: int | None = None, features: Features = NO_FEATURES
+) -> Tensor:
+    """The softmax of a call's scores (batch, num_q_heads, seqlen_q, seqlen_k) in q's dtype, negative where dropped."""
+    precise = reference_dtype(q.dtype)
+    keys = k.to(precise).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scores, _ = _scored(q.to(precise) @ keys.transpose(-1, -2) * softmax_scale, features)
+    hidden = _hidden(scores, diagonal, features)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, float("-inf"))
+    weights = _weights(scores, _log_sum_exp(scores, features), features)
+    kept = features.dropped(torch.ones_like(weights)) > 0
+    return torch.where(kept, weights, -weights).to(q.dtype)
+
+
 def attention_gradients(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, d_lse: Tensor | None = None, **call: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v that `attention_backward` gives."""
+    return attention_backward(q, k, v, d_out, d_lse, **call)[:3]
+
+
+def attention_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -115,8 +172,10 @@ def attention_gradients(
     softmax_scale: float,
     diagonal: int | None = None,
     features: Features = NO_FEATURES,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v in the reference precision, from those of out and (if any) of lse.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and of what a mask adds, in the reference precision, from those of out and (if any) of lse.
+
+    The last is (batch, num_q_heads, seqlen_q, seqlen_k).
 
     Written out, so that it also works where nothing is recorded. Rows that see no key and keys that no row sees get 0,
     and those keys are never read. O(seqlen_q · seqlen_k) memory per head.
@@ -128,21 +187,30 @@ def attention_gradients(
     q, d_out = q.to(precise), d_out.to(precise)
     keys, values = (tensor[:, :, first:end].to(precise).repeat_interleave(group, dim=1) for tensor in (k, v))
     scores, slope = _scored(q @ keys.transpose(-1, -2) * softmax_scale, features, first_key=first)
-    hidden = _hidden(q, keys, diagonal, features, first_key=first)
+    hidden = _hidden(scores, diagonal, features, first_key=first)
     if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
-    lse = _log_sum_exp(scores, features)
-    weights = torch.exp(scores - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
-    delta = ((weights @ values) * d_out).sum(-1)
+    weights = _weights(scores, _log_sum_exp(scores, features), features)
+    delta = ((features.dropped(weights, 0, first) @ values) * d_out).sum(-1)
     if d_lse is not None:
         delta = delta - d_lse.to(precise)
     dk, dv = k.new_zeros(k.shape, dtype=precise), v.new_zeros(v.shape, dtype=precise)
+    d_bias = q.new_zeros((*q.shape[:3], k.shape[2]))
     seen = (slice(None), slice(None), slice(first, end))
-    dq, dk[seen], dv[seen] = _gradients(q, keys, values, d_out, weights, delta, softmax_scale, group, slope)
-    return dq, dk, dv
+    dq, dk[seen], dv[seen], d_bias[..., first:end] = _gradients(
+        q, keys, values, d_out, weights, delta, softmax_scale, group, slope, features, 0, first
+    )
+    return dq, dk, dv, d_bias
 
 
 def gradients_from_statistics(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor, **call: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v that `backward_from_statistics` gives."""
+    return backward_from_statistics(q, k, v, d_out, lse, delta, **call)[:3]
+
+
+def backward_from_statistics(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -156,8 +224,11 @@ def gradients_from_statistics(
     first_key: int = 0,
     dtype: torch.dtype | None = None,
     features: Features = NO_FEATURES,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from what a backward kernel gets: lse, and delta = rowsum(d_out ∘ out) − d_lse.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and of what a mask adds, from what a backward kernel gets: lse, and delta = rowsum(d_out ∘
+    out) − d_lse.
+
+    The last is (batch, num_q_heads, seqlen_q, seqlen_k).
 
     Products are computed and rounded in `dtype`, by default the reference precision; in the inputs' own, the result has
     the error that plain torch makes. `first_row` and `first_key` are the positions of q's first row and k's first key:
@@ -171,10 +242,12 @@ def gradients_from_statistics(
     products = (q @ (keys * softmax_scale).transpose(-1, -2)).to(precise)
     scores, slope = _scored(products, features, first_row, first_key)
     weights = torch.exp(scores - torch.where(lse == float("-inf"), float("inf"), lse)[..., None])
-    hidden = _hidden(q, k, diagonal, features, first_row, first_key)
+    hidden = _hidden(scores, diagonal, features, first_row, first_key)
     if hidden is not None:
         weights = weights.masked_fill(hidden, 0.0)
-    return _gradients(q, keys, values, d_out, weights, delta, softmax_scale, group, slope)
+    return _gradients(
+        q, keys, values, d_out, weights, delta, softmax_scale, group, slope, features, first_row, first_key
+    )
 
 
 def _gradients(
@@ -187,14 +260,20 @@ def _gradients(
     softmax_scale: float,
     group: int,
     slope: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; keys and values are repeated for the heads of a group, their gradients are summed."""
-    d_weights = (d_out @ values.transpose(-1, -2)).to(weights.dtype)
-    d_scores = weights * (d_weights - delta[..., None]) * softmax_scale
+    features: Features,
+    first_row: int,
+    first_key: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and of what is added to the scores; keys and values are repeated for the heads of a group,
+    their gradients are summed."""
+    d_weights = features.dropped((d_out @ values.transpose(-1, -2)).to(weights.dtype), first_row, first_key)
+    d_bias = weights * (d_weights - delta[..., None])
+    d_scores = d_bias * softmax_scale
     d_scores = (d_scores if slope is None else d_scores * slope).to(q.dtype)
-    dk, dv = d_scores.transpose(-1, -2) @ q, weights.to(q.dtype).transpose(-1, -2) @ d_out
+    dk = d_scores.transpose(-1, -2) @ q
+    dv = features.dropped(weights, first_row, first_key).to(q.dtype).transpose(-1, -2) @ d_out
     heads = (keys.shape[0], keys.shape[1] // group, group)
-    return d_scores @ keys, dk.view(*heads, *dk.shape[2:]).sum(2), dv.view(*heads, *dv.shape[2:]).sum(2)
+    return d_scores @ keys, dk.view(*heads, *dk.shape[2:]).sum(2), dv.view(*heads, *dv.shape[2:]).sum(2), d_bias
 
 
 def backward_statistics(
@@ -234,7 +313,7 @@ def _without_hidden_nan(weights: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
     """weights @ v where a hidden 0 · NaN counts as 0: NaN reaches only the rows that see it."""
     finite = torch.isfinite(v)
     clean = weights @ torch.where(finite, v, 0.0)
-    seen = (~hidden).to(v.dtype) @ (~finite).to(v.dtype) > 0
+    seen = (~hidden.expand(weights.shape)).to(v.dtype) @ (~finite).to(v.dtype) > 0
     return torch.where(seen, float("nan"), clean)
 
 
@@ -252,7 +331,7 @@ def attention_same_precision(
     group = q.shape[1] // k.shape[1]
     k, v = (tensor.repeat_interleave(group, dim=1) for tensor in (k, v))
     scores, _ = _scored(q @ (k * softmax_scale).transpose(-1, -2), features, first_row)
-    hidden = _hidden(q, k, diagonal, features, first_row)
+    hidden = _hidden(scores, diagonal, features, first_row)
     if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
     if features.sinks is not None:
@@ -260,8 +339,8 @@ def attention_same_precision(
         scores = torch.cat([scores, sinks], dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., : k.shape[2]]
     if hidden is not None:
-        weights = weights.masked_fill(hidden.all(-1)[:, None], 0.0)
-    return weights @ v
+        weights = weights.masked_fill(hidden.all(-1, keepdim=True), 0.0)
+    return features.dropped(weights, first_row) @ v
 
 
 def seeded_inputs(

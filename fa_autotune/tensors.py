@@ -30,7 +30,11 @@ REFERENCE, GENERATED, UNORDERED = 0, 1, 2
 DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 
 Quad = tuple[int, int, int, int]
-Extras = tuple[Tensor | None, ...]  # a call's alibi_slopes and sinks, fp32 (batch, num_q_heads); or empty, for neither
+# A call's alibi_slopes and sinks, fp32 (batch, num_q_heads), and its attn_mask (batch, num_q_heads, seqlen_q,
+# seqlen_k), or 1 in place of any; and what `dropout.draw_seed` gives; or empty, for none of them.
+Extras = tuple[Tensor | None, ...]
+ALIBI, SINKS, MASK, SEED = range(4)  # their places
+NUM_EXTRAS = 4
 Geometry = tuple[tuple[int, ...], tuple[int, ...]]  # size and strides
 Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
@@ -125,6 +129,24 @@ def as_softcap(value: Any) -> float:
     return _as_float("softcap", value, "0.0 means none")
 
 
+def as_dropout(value: Any) -> float:
+    """A dropout_p of any number type as a float; InvalidProblemError if it is none from 0 to less than 1."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise InvalidProblemError("dropout_p requires a gradient, which kernels do not give; pass it detached")
+    number = _as_float("dropout_p", value, "0.0 means none")
+    check_dropout(number)
+    return number
+
+
+def check_dropout(dropout_p: float) -> None:
+    """InvalidProblemError for a share of probabilities that is none, or leaves nothing."""
+    if not 0.0 <= dropout_p < 1.0:
+        raise InvalidProblemError(
+            f"dropout_p={dropout_p} is not from 0 to less than 1: the share of attention weights that become 0; 0.0 "
+            "means none"
+        )
+
+
 def _as_float(name: str, value: Any, off: str) -> float:
     try:
         if isinstance(value, (str, bytes)):
@@ -134,15 +156,73 @@ def _as_float(name: str, value: Any, off: str) -> float:
         raise InvalidProblemError(f"{name}={value!r} is not a number; {off}") from None
 
 
-def as_extras(q: Tensor, layout: int, alibi_slopes: Any, sinks: Any) -> Extras:
-    """Slopes and sinks of each batch and head, as kernels take them; InvalidProblemError for what is none."""
-    if alibi_slopes is sinks is None:
+def as_extras(
+    q: Tensor, layout: int, alibi_slopes: Any, sinks: Any, attn_mask: Any = None, dropout_seed: Tensor | None = None
+) -> Extras:
+    """Slopes and sinks of each batch and head, a mask and a seed, as kernels take them.
+
+    InvalidProblemError for what is none.
+    """
+    if alibi_slopes is sinks is attn_mask is dropout_seed is None:
         return ()
     batch_size, heads = q.shape[0], q.shape[2 if layout == BSHD else 1]
     return (
         as_heads_numbers("alibi_slopes", alibi_slopes, q, batch_size, heads, batched=True),
         as_heads_numbers("sinks", sinks, q, batch_size, heads, batched=False),
+        _as_mask(attn_mask),
+        dropout_seed,
     )
+
+
+def extra_of(extras: Extras, place: int) -> Tensor | None:
+    """One of a call's extras, None if it has none."""
+    return extras[place] if len(extras) > place else None
+
+
+def _as_mask(mask: Any) -> Tensor | None:
+    """A mask with four axes; what they must be is checked once for each kind of call."""
+    if mask is None:
+        return None
+    check_tensor("attn_mask", mask)
+    if mask.ndim > 4:
+        raise InvalidProblemError(
+            f"attn_mask has shape {tuple(mask.shape)}; it has at most 4 dimensions: batch, heads, seqlen_q, seqlen_k"
+        )
+    shaped: Tensor = mask[(None,) * (4 - mask.ndim)]
+    return shaped
+
+
+def check_mask(mask: Tensor, size: Quad, q: Tensor) -> None:
+    """InvalidProblemError for a mask that is not of a call with scores of that size (batch, heads, queries, keys)."""
+    if mask.ndim != 4 or any(have not in (1, want) for have, want in zip(mask.shape, size, strict=True)):
+        raise InvalidProblemError(
+            f"attn_mask has shape {tuple(mask.shape)}; it broadcasts to {size}: batch, query heads, seqlen_q, seqlen_k "
+            "in either layout; 1 stands for all, and leading dimensions may be left out"
+        )
+    if mask.dtype not in (torch.bool, torch.float32, q.dtype):
+        raise InvalidProblemError(
+            f"attn_mask is {mask.dtype}; it is torch.bool (True: take part), or {q.dtype} as q or torch.float32 and "
+            "added to the scores; cast it"
+        )
+    if mask.device != q.device:
+        raise InvalidProblemError(f"attn_mask is on {mask.device} and q on {q.device}; move one of them")
+
+
+def mask_options(mask: Tensor | None, dtype: torch.dtype) -> dict[str, Any]:
+    """The options of a family of such a dtype whose calls have a mask (batch, heads, rows, keys)."""
+    if mask is None:
+        return {}
+    kind = "bool_mask" if mask.dtype is torch.bool else "bias" if mask.dtype is dtype else "wide_bias"
+    return {kind: True, "loose_mask": is_loose(mask)}
+
+
+def is_loose(mask: Tensor) -> bool:
+    """Whether a mask (batch, heads, rows, keys) can't be read 16 bytes at a time, by its pointer and strides."""
+    *outer, keys = mask.shape
+    *strides, last = mask.stride()
+    itemsize = mask.element_size()
+    apart = [stride for size, stride in zip(outer, strides, strict=True) if size > 1]
+    return bool((last != 1 and keys > 1) or mask.data_ptr() % 16 or any(stride * itemsize % 16 for stride in apart))
 
 
 def as_heads_numbers(name: str, tensor: Any, q: Tensor, batch_size: int, heads: int, *, batched: bool) -> Tensor | None:

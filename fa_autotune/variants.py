@@ -344,6 +344,8 @@ def _tma_supports(family: AttentionFamily, arch: str, triton_version: tuple[int,
             "a descriptor's tile reads on past the end of a sequence, where another's values may be NaN or Inf; the "
             "portable variant serves"
         )
+    if family.dropout and family.bounded_left and family.kernel_pass is not Pass.BWD_DKDV:
+        return "dropout wants whole 16 keys, and descriptors would read some that no row sees; the portable one serves"
     return _portable_supports(family, arch, triton_version)
 
 
@@ -362,6 +364,9 @@ def _hopper_ws_supports(family: AttentionFamily, arch: str, triton_version: tupl
     return None
 
 
+_NEVER_IN_GLUON = {"has_mask": "attn_mask", "dropout": "dropout"}  # property of a family: in words
+
+
 def _hopper_forward_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
     if reason := _hopper_ws_supports(family, arch, triton_version):
         return reason
@@ -370,12 +375,13 @@ def _hopper_forward_supports(family: AttentionFamily, arch: str, triton_version:
             f"both edges of a window need registers that head_dim_v={family.head_dim_v} does not leave, "
             f"{WIDEST_WITH_LEFT_WINDOW} at most does; the tma variant serves"
         )
-    return None
+    found = [words for name, words in _NEVER_IN_GLUON.items() if getattr(family, name)]
+    return f"it knows no {' and no '.join(found)}; the tma and portable variants serve" if found else None
 
 
 def _unknown_to_fused(family: AttentionFamily) -> str | None:
     """What the fused backwards, and the kernels beside them, do not know yet."""
-    lacks = {"alibi": "ALiBi", "varlen": "sequences in a row"}
+    lacks = {"alibi": "ALiBi", "varlen": "sequences in a row"} | _NEVER_IN_GLUON
     found = [words for name, words in lacks.items() if getattr(family, name)]
     others = "portable variant serves" if family.varlen else "tma and portable variants serve"
     return f"it knows no {' and no '.join(found)}; the {others}" if found else None

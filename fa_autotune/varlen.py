@@ -184,7 +184,7 @@ def _attend_with_care(tensors: VarlenTensors, call: tuple[Any, ...], with_lse: b
 
 
 def _cast(tensors: VarlenTensors) -> VarlenTensors:
-    q, k, v = cast_as_autocast(*tensors[:3])
+    q, k, v, _ = cast_as_autocast(*tensors[:3])
     return tensors._replace(q=q, k=k, v=v)
 
 

@@ -30,7 +30,7 @@ from fa_autotune.reference import (
     TORCH_DTYPES,
     attention_reference,
     attention_same_precision,
-    gradients_from_statistics,
+    backward_from_statistics,
 )
 from fa_autotune.sequences import Sequences
 from fa_autotune.varlen_reference import varlen_gradients_from_statistics, varlen_reference, varlen_same_precision
@@ -141,7 +141,7 @@ class _Outputs:
             )
             self._places.append((output, buffer, margin))
             self.tensors.append(buffer[margin : margin + count].view(output.size))
-            if output.adds_up:
+            if output.adds_up or output.zeroed:
                 self.tensors[-1].zero_()
 
     def set_back(self, turns: Tensor) -> None:
@@ -177,6 +177,9 @@ def _poison(output: Output) -> float:
 
 def _results(workload: Workload, outputs: Sequence[Tensor]) -> list[Tensor]:
     """What is compared: the outputs, and in place of a fused backward's dq_acc the dq that would be made of it."""
+    if workload.family.mask_gradient:
+        dq, d_mask = outputs
+        return [dq, d_mask[..., : workload.shape.seqlen_k]]
     if workload.family.kernel_pass is not Pass.BWD_FUSED:
         return list(outputs)
     dk, dv, dq_acc = outputs
@@ -417,12 +420,16 @@ def _expectations(
             _Numbers(name="out", ref=ref, pt=pt, zero=empty, why="rows that see no key"),
             _Lse(ref=lse, tolerance=_lse_tolerance(workload)),
         ]
-    refs = gradients_from_statistics(*inputs, **call, first_key=first_key)
-    pts = gradients_from_statistics(*inputs, **call, first_key=first_key, dtype=inputs[0].dtype)
+    refs = backward_from_statistics(*inputs, **call, first_key=first_key)
+    pts = backward_from_statistics(*inputs, **call, first_key=first_key, dtype=inputs[0].dtype)
     factor = _gradient_factor(workload)
     if family.kernel_pass is Pass.BWD_DQ:
         empty, why = inputs[4] == float("-inf"), "rows that see no key"
-        return [_Numbers(name="dq", ref=refs[0], pt=pts[0], zero=empty, why=why, factor=factor)]
+        numbers = (0, 3) if family.mask_gradient else (0,)
+        return [
+            _Numbers(name=name, ref=refs[i], pt=pts[i], zero=empty, why=why, factor=factor)
+            for i, name in zip(numbers, ("dq", "d_mask"), strict=False)
+        ]
     unseen, why = _unseen_keys(workload, inputs[1], first_key), "keys that no row sees"
     return [
         _Numbers(name=name, ref=refs[i], pt=pts[i], zero=unseen, why=why, factor=factor)

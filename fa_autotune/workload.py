@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa_autotune.dropout import head_numbers
 from fa_autotune.family import KEYLESS_PASSES, AttentionFamily, Pass
 from fa_autotune.features import NO_FEATURES, Features, seeing_rows
 from fa_autotune.fused_workspace import DQ_LANES, dq_acc_size, fused_tile, statistics_size, turns_size
@@ -24,12 +25,14 @@ class Output:
     """A contiguous tensor that a kernel writes whole: (batch, heads, seqlen, columns), or in a form of its own.
 
     `adds_up`: the kernel adds to it, in any order: it is to be 0 before, and two launches may differ in the last bits.
+    `zeroed`: it is to be 0 before, since the kernel writes what some row sees.
     """
 
     name: str
     size: tuple[int, ...]
     dtype: torch.dtype
     adds_up: bool = False
+    zeroed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,6 +89,10 @@ class Workload:
                 return (Output(name="delta", size=rows, dtype=torch.float32),)
             case Pass.BWD_DKDV:
                 return dk, dv
+            case Pass.BWD_DQ if family.mask_gradient:
+                is_partial = family.bounded_left or family.bounded_right
+                whole = (*rows, whole_mask_rows(shape.seqlen_k))
+                return dq, Output(name="d_mask", size=whole, dtype=torch.float32, zeroed=is_partial)
             case Pass.BWD_DQ | Pass.BWD_POSTPROCESS:
                 return (dq,)
             case Pass.BWD_PREPROCESS:
@@ -99,7 +106,9 @@ class Workload:
         """Outputs with whatever memory holds; 0 where the kernel adds to it."""
         device = self.inputs[0].device
         return tuple(
-            (torch.zeros if output.adds_up else torch.empty)(output.size, dtype=output.dtype, device=device)
+            (torch.zeros if output.adds_up or output.zeroed else torch.empty)(
+                output.size, dtype=output.dtype, device=device
+            )
             for output in self.outputs
         )
 
@@ -124,6 +133,12 @@ def bottom_right_diagonal(problem: AttentionProblem) -> int | None:
     return shape.seqlen_k - shape.seqlen_q + shape.window_right if problem.family.bounded_right else None
 
 
+def whole_mask_rows(seqlen_k: int) -> int:
+    """Elements of a row of a mask's gradient as kernels write it: whole stores of 16 elements."""
+    return -(-seqlen_k // 16) * 16
+
+
+DROPOUTS = (0.2, 0.5, 0.07)  # of seeds in turn
 SOFTCAPS = (2.0, 30.0, 0.5)  # of seeds in turn: some that bend every score, some that bend the largest
 
 
@@ -133,7 +148,7 @@ def seeded_features(
     """Values of a problem's features; row i's own key is i + `offset`, bottom-right where that is None.
 
     Slopes and sinks are those of heads for even seeds (stride 0 over the batch), else of each batch and head; odd seeds
-    have a sink of −inf, which is none, and a very large one.
+    have a sink of −inf, which is none, and a very large one. The mask is `seeded_mask`.
     """
     family, shape = problem.family, problem.shape
     bottom_right = 0 if family.varlen else shape.seqlen_k - shape.seqlen_q
@@ -148,8 +163,38 @@ def seeded_features(
         softcap=SOFTCAPS[seed % len(SOFTCAPS)] if family.softcap else 0.0,
         alibi_slopes=(0.3 * slopes.abs()).expand(size) if family.alibi else None,
         sinks=(2.0 * sinks).expand(size) if family.sinks else None,
+        attn_mask=seeded_mask(problem, device=device, seed=seed) if family.has_mask else None,
+        dropout_p=DROPOUTS[seed % len(DROPOUTS)] if family.dropout else 0.0,
+        dropout_seed=torch.tensor([(seed + 1) * 0x9E3779B97F4A7C1], device=device) if family.dropout else None,
+        head_numbers=head_numbers(*size, device) if family.dropout else None,
         key_offset=shape.seqlen_k - shape.seqlen_q,
     )
+
+
+def seeded_mask(problem: AttentionProblem, *, device: torch.device, seed: int = 0) -> Tensor:
+    """A mask of a problem: one for all heads (seed 0), for each head, for the keys of each batch, or for everything.
+
+    It hides a fifth of the keys, by −inf where it is added, and every key from the first and some later rows. Its rows
+    are whole 16 bytes apart, or if it is loose, its elements two apart (for some seeds all one).
+    """
+    family, shape = problem.family, problem.shape
+    batch, heads, rows, keys = shape.batch_size, shape.num_q_heads, shape.seqlen_q, shape.seqlen_k
+    sizes = ((1, 1, rows, keys), (1, heads, rows, keys), (batch, 1, 1, keys), (batch, heads, rows, keys))
+    size: tuple[int, ...] = sizes[seed % 4]
+    if family.loose_mask and seed % 8 >= 4:
+        size = (*size[:3], 1)
+    generator = torch.Generator(device=device).manual_seed(seed + 2**23)
+    dtype = torch.bool if family.bool_mask else torch.float32 if family.wide_bias else TORCH_DTYPES[family.dtype]
+    step = 2 if family.loose_mask else 1
+    whole = 16 * -(-size[3] // 16)
+    mask = torch.empty((*size[:3], step * whole), dtype=dtype, device=device)[..., : step * size[3] : step]
+    shown = torch.rand(size, generator=generator, device=device) < 0.8
+    if size[2] > 1:
+        shown[:, :, ::11] = False
+    if family.bool_mask:
+        return mask.copy_(shown)
+    numbers = torch.randn(size, generator=generator, device=device)
+    return mask.copy_(numbers.masked_fill_(~shown, float("-inf")))
 
 
 def seeded_workload(

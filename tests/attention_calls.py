@@ -76,6 +76,7 @@ def referred(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
 ) -> dict[str, Any]:
     """What the reference is told of a call of `attention` with these arguments."""
     left, right = window_size
@@ -88,6 +89,7 @@ def referred(
             softcap=softcap,
             alibi_slopes=None if alibi_slopes is None else alibi_slopes.float().expand(q.shape[0], q.shape[2]),
             sinks=None if sinks is None else sinks.detach().float().expand(q.shape[0], q.shape[2]),
+            attn_mask=None if attn_mask is None else attn_mask.detach()[(None,) * (4 - attn_mask.ndim)],
             key_offset=offset,
         ),
     }

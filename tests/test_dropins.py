@@ -154,22 +154,6 @@ def test_a_list_of_parts_is_an_error() -> None:
         flash_attn_kvpacked_func(torch.ones(2, 30, 4, 16), [torch.ones(2, 30, 4, 16)] * 2)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("dropout_p", 0.1)],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_flash_attn_serves_and_this_release_does_not_is_named(name: str, value: Any) -> None:
-    q, k, v = make(30, 30, heads=2, device=CPU)
-    for call in (
-        lambda **options: flash_attn_func(q, k, v, **options),
-        lambda **options: flash_attn_kvpacked_func(q, torch.stack([k, v], 2), **options),
-        lambda **options: flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), **options),
-    ):
-        with pytest.raises(UnsupportedError, match=rf"^{name} \(.*leave it out"):
-            call(**{name: value})
-
-
 # --- PyTorch ----------------------------------------------------------------------------------------------------------
 
 
@@ -268,21 +252,6 @@ def test_sdpa_under_autocast_casts_as_pytorch_does() -> None:
         assert (
             scaled_dot_product_attention(*tensors).dtype == F.scaled_dot_product_attention(*tensors).dtype == BFLOAT16
         )
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"attn_mask": torch.ones(5, 7, dtype=torch.bool)}, "attn_mask"),
-        ({"dropout_p": 0.1}, "dropout_p"),
-        ({"attn_mask": torch.ones(5, 7), "dropout_p": 0.1}, "attn_mask"),
-    ],
-    ids=["mask", "dropout", "both"],
-)
-def test_what_sdpa_serves_and_this_release_does_not_is_named(options: dict[str, Any], name: str) -> None:
-    tensors = (torch.ones(1, 2, 5, 16), torch.ones(1, 2, 7, 16), torch.ones(1, 2, 7, 16))
-    with pytest.raises(UnsupportedError, match=rf"^{name} is not served .*torch\.nn\.functional"):
-        scaled_dot_product_attention(*tensors, **options)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,17 @@ pytestmark = pytest.mark.skipif(
 
 CPU = torch.device("cpu")
 SMALL = {"BLOCK_M": 32, "BLOCK_N": 16, "num_warps": 2, "num_stages": 1}
-every_feature = pytest.mark.parametrize("features", FEATURES)
+# The interpreter takes its time for these: checked where slow tests are asked for, and in test_attn_mask.py and
+# test_dropout.py on fewer calls.
+SLOW = ("window loose bias alibi", "causal bias softcap dropout")
+
+
+def named(*slow: str) -> pytest.MarkDecorator:
+    names = [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in FEATURES]
+    return pytest.mark.parametrize("features", names)
+
+
+every_feature, most_features = named(*SLOW), named(*SLOW, "dropout")
 every_kernel = pytest.mark.parametrize(
     ("kernel_pass", "variant"), [(kernel_pass, variant) for kernel_pass in TILED for variant in PLAIN_VARIANTS]
 )
@@ -48,7 +58,7 @@ def test_passes_every_probe(kernel_pass: Pass, variant: Variant, features: str) 
     assert failures(make_family(kernel_pass, features), variant) == ()
 
 
-@every_feature
+@most_features
 @every_kernel
 @pytest.mark.parametrize(
     "knobs",
@@ -61,14 +71,14 @@ def test_every_structural_knob_keeps_the_result(
     assert failures(make_family(kernel_pass, features), variant, **knobs) == ()
 
 
-@every_feature
+@most_features
 @pytest.mark.parametrize("exact", [False, True])
 def test_dk_and_dv_of_different_programs_are_the_same(exact: bool, features: str) -> None:
     family = make_family(Pass.BWD_DKDV, features, head_dim=24, head_dim_v=40)
     assert failures(family, Variant.TMA, SPLIT_OUTPUTS=True, EXACT_LENGTHS=exact, HEAD_DIM_PIECE=16) == ()
 
 
-@every_feature
+@most_features
 @pytest.mark.parametrize(
     "knobs", [{"ROW_SUM_LANES": 8, "BLOCK_N": 32}, {"STORE_BY_TMA": False}], ids=["lanes", "store"]
 )
@@ -76,13 +86,13 @@ def test_every_knob_of_the_forward_keeps_the_result(knobs: dict[str, Any], featu
     assert failures(make_family(Pass.FWD, features), Variant.TMA, **knobs) == ()
 
 
-@every_feature
+@most_features
 @pytest.mark.parametrize("kernel_pass", TILED)
 def test_tensors_with_any_strides(kernel_pass: Pass, features: str) -> None:
     assert failures(make_family(kernel_pass, features, access=Access.ANY)) == ()
 
 
-@every_feature
+@most_features
 @pytest.mark.parametrize("kernel_pass", TILED)
 @pytest.mark.kernel
 def test_fp32_is_computed_in_ieee_precision(kernel_pass: Pass, features: str) -> None:

@@ -15,8 +15,6 @@ from tests.attention_calls import make, runs_kernels
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("attn_mask", torch.ones(37, 41, dtype=torch.bool)),
-        ("dropout_p", 0.1),
         ("score_mod", lambda score: score),
         ("mask_mod", lambda row: True),
         ("q_scale", torch.ones(1)),

@@ -231,6 +231,14 @@ def test_delta_goes_over_all_rows_whatever_their_sequence() -> None:
         replace(delta.family, varlen=True)
 
 
+@pytest.mark.parametrize("other", ["bool_mask", "bias", "wide_bias", "dropout"])
+def test_sequences_in_a_row_with_a_mask_or_dropout_are_no_family(other: str) -> None:
+    with pytest.raises(InvalidProblemError, match=f"^{other} with varlen: kernels of sequences in a row know neither"):
+        AttentionProblem.parse(f"8x32x8x2048x2048x128,causal,{other},varlen")
+    with pytest.raises(InvalidProblemError, match=f"^{other} with varlen: .*; leave one out"):
+        replace(make_family(Pass.BWD_DQ), **{other: True})
+
+
 def test_a_called_problem_is_rounded_to_powers_of_two_and_keeps_its_bounds() -> None:
     called = AttentionProblem.parse("6x4x4x1x1000x64,causal,left=5000,varlen").as_called()
     assert called == AttentionProblem.parse("8x4x4x1x1024x64,causal,left=5000,varlen")

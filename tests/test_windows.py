@@ -314,6 +314,10 @@ def test_both_edges_of_a_window_spill_beside_the_widest_values() -> None:
     ("text", "says"),
     [
         ("alibi,bwd_fused", "it knows no ALiBi;"),
+        ("bool_mask,bwd_fused", "it knows no attn_mask;"),
+        ("alibi,dropout,bwd_fused", "it knows no ALiBi and no dropout;"),
+        ("bias", "it knows no attn_mask;"),
+        ("left=1023,softcap,alibi,sinks,wide_bias,dropout", "it knows no attn_mask and no dropout;"),
     ],
 )
 def test_the_trace_says_why_a_feature_is_not_served_by_a_variant(text: str, says: str) -> None:
