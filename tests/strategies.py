@@ -38,6 +38,10 @@ def families(draw: st.DrawFn, kernel_pass: Pass | None = None) -> AttentionFamil
     has_keys = drawn_pass not in KEYLESS_PASSES
     dtype, head_dim = draw(st.sampled_from(DType)), draw(head_dims())
     head_dim_v = draw(st.one_of(st.just(head_dim), head_dims())) if has_keys else head_dim
+    mask = draw(st.sampled_from([None, "bool_mask", "bias", "wide_bias"])) if has_keys else None
+    if mask == "wide_bias" and dtype is DType.FLOAT32:
+        mask = "bias"
+    is_bias = mask in ("bias", "wide_bias")
     served = Access if strongest_access(dtype, head_dim, head_dim_v) is Access.TMA else [Access.ANY]
     return AttentionFamily(
         kernel_pass=drawn_pass,
@@ -49,6 +53,10 @@ def families(draw: st.DrawFn, kernel_pass: Pass | None = None) -> AttentionFamil
         softcap=has_keys and draw(st.booleans()),
         alibi=has_keys and draw(st.booleans()),
         sinks=drawn_pass is Pass.FWD and draw(st.booleans()),
+        **({mask: True} if mask else {}),
+        loose_mask=mask is not None and draw(st.booleans()),
+        mask_gradient=is_bias and drawn_pass is Pass.BWD_DQ and draw(st.booleans()),
+        dropout=has_keys and draw(st.booleans()),
         access=draw(st.sampled_from(served)),
         unordered=drawn_pass is Pass.BWD_FUSED and draw(st.booleans()),
     )
