@@ -76,6 +76,7 @@ class CompiledText:
     tensor_memory_columns: int
     is_nvidia: bool
     binary: bytes
+    reads_elements: bool = False  # of a mask that does not lie in whole 16 bytes
 
 
 Gate = Callable[[CompileRequest, CompiledText, ResourceReport], str | None]
@@ -191,7 +192,13 @@ def vector_access(request: CompileRequest, text: CompiledText, resources: Resour
     if not tiles:
         return None
     expected = min(VECTOR_BYTES, min(tiles) // text.threads)
+    if _BOOL_TILE.search(text.ttgir):
+        expected = min(expected, VECTOR_BYTES // 2)  # its threads may have the 8 columns that 16 bits give them
     widths = _load_widths(text.assembly)
+    if text.reads_elements:
+        widths = Counter({width: count for width, count in widths.items() if width > max(_WORD_BYTES.values())})
+    if widths[8] <= len(_SEED_LOAD.findall(text.ttgir)):
+        del widths[8]
     if widths[4] <= len(_SCALAR_LOAD.findall(text.ttgir)):  # a head's slope or sink, where a sequence starts
         del widths[4]
     narrowest = min(widths.keys() - _row_widths(text), default=VECTOR_BYTES)
@@ -222,6 +229,8 @@ _PRODUCT = re.compile(r"\b(?:tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma)")
 _REDUCTION = re.compile(r'"tt\.reduce"\(.*?axis = (\d+).*?\}\) : \(tensor<([\dx]+)x\w+, #(\w+)', re.DOTALL)
 _TILE_LOAD = re.compile(r"(?:tt\.load|ttg\.async_copy_global_to_local) .*: tensor<(\d+(?:x\d+)+)x!tt\.ptr<(\w+)>")
 _ROW_LOAD = re.compile(r"(?:tt\.load|ttg\.async_copy_global_to_local) .*: tensor<(\d+)x!tt\.ptr<[fi]32>")
+_BOOL_TILE = re.compile(r"(?:tt\.load|ttg\.async_copy_global_to_local) .*: tensor<\d+x\d+x!tt\.ptr<i8>")
+_SEED_LOAD = re.compile(r"tt\.load .*: !tt\.ptr<i64>")
 _SCALAR_LOAD = re.compile(r"tt\.load .*: !tt\.ptr<[fi]32>")
 _LAYOUT = re.compile(r"^#(\w+) = (#ttg\.(?:blocked|linear|nvidia_mma|amd_mfma)<.*>)$", re.MULTILINE)
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global [^;]*?\], (0x[0-9a-f]+|\d+)")
@@ -283,6 +292,7 @@ def _compiled_text(module: ModuleType, arch: str) -> tuple[CompiledText, float]:
         tensor_memory_columns=getattr(kernel.metadata, "tmem_size", 0) or 0,
         is_nvidia=target.backend == "cuda",
         binary=kernel.asm["cubin"] if target.backend == "cuda" else b"",
+        reads_elements="stride_attn_mask_n" in module.SIGNATURE,
     )
     return text, compile_s
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fa_autotune.differentiable import attend
 from fa_autotune.dropout import draw_seed
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
-from fa_autotune.family import SPLIT_BACKWARD
+from fa_autotune.family import SPLIT_BACKWARD, Pass
 from fa_autotune.live_kernels import device_index, dispatcher_of, flush_misses, kernel_for
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.tensors import (
@@ -133,7 +133,10 @@ def warmup(
             usual, unordered = (dispatcher_of(index).backward(called, unordered=free) for free in (False, True))
             for problem in usual:
                 kernel_for(problem, index)
-            for problem in (*unordered, *(called.for_pass(kernel_pass) for kernel_pass in SPLIT_BACKWARD)):
+            split = [called.for_pass(kernel_pass) for kernel_pass in SPLIT_BACKWARD]
+            if called.family.has_bias:
+                split.append(called.for_pass(Pass.BWD_DQ, mask_gradient=True))
+            for problem in (*unordered, *split):
                 kernel_for(problem, index, ahead=True)
 
 

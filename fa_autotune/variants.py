@@ -192,8 +192,9 @@ def default_config(spec: VariantSpec, family: AttentionFamily, arch: str) -> Ker
     if spec.kernel_pass is not Pass.FWD:
         return _tiled(spec, family, _backward_default(spec, family, arch, columns), 256)
     widest = 64
-    if family.access is Access.ANY:  # a pointer for each element leaves fewer registers, and a bias takes some
-        widest = 16 if family.alibi else 32
+    if family.access is Access.ANY or family.loose_mask:
+        is_heavy = family.alibi or (family.access is Access.ANY and (family.has_mask or family.dropout))
+        widest = 16 if is_heavy else 32  # a pointer for each element leaves fewer registers, and a bias takes some
     piece = 64 if multiplies_by_warp(arch) else 256
     for num_stages, block_n in product((2, 1), (64, 32, 16)):
         config = _tiled(spec, family, (64, block_n, 4, num_stages), piece)
@@ -283,21 +284,24 @@ _SEEDS_BY_WARP: dict[Pass, list[list[_Tile]]] = {
 def _backward_default(spec: VariantSpec, family: AttentionFamily, arch: str, columns: int) -> _Tile:
     """A large tile among those that hardly spill on their archs, for head dims of so many columns together."""
     is_dkdv = spec.kernel_pass is Pass.BWD_DKDV
+    is_heavy = family.dropout or family.has_mask  # random bits and a mask's tile take registers beside the products
     stages = 1 if multiplies_in_tensor_memory(arch) and is_dkdv else 2
     if spec.variant is Variant.TMA:
-        if columns <= 128 and stages == 1 and (family.mask_word == "window" or family.softcap):
-            return (64, 64, 8, 1)  # both edges in one loop, and the cap's slope, take more registers
-        if columns <= 128 or (columns <= 256 and not is_dkdv):
+        if columns <= 128 and (is_heavy or (stages == 1 and (family.mask_word == "window" or family.softcap))):
+            return (64, 64, 8, stages)  # both edges in one loop, and the cap's slope, take more registers
+        if columns <= 128 or (columns <= 256 and not is_dkdv and not is_heavy):
             return (64, 64, 4, stages)
         return (64, 32, 8, stages)
     if not arch.startswith("sm_"):
         return (64, 16, 4, 1) if columns <= 400 else (32, 16, 2, 1)
     if family.access is Access.ANY:  # a pointer for each element leaves fewer registers
         return (32, 32, 8, 1) if columns <= 128 else (16, 32, 8, 1) if columns <= 256 else (16, 16, 4, 1)
+    if columns <= 128 and is_heavy and is_dkdv and multiplies_by_warp(arch):
+        return (32, 32, 8, 2)
     if columns <= 128:
-        return (64, 32, 8 if (family.alibi or family.varlen) and stages == 1 else 4, 2)
+        return (64, 32, 8 if is_heavy or ((family.alibi or family.varlen) and stages == 1) else 4, 2)
     if columns <= 256:
-        return (64, 16, 8, stages)
+        return (32, 32, 8, 2) if is_heavy else (64, 16, 8, stages)
     return (32, 32, 8, 2) if columns <= 320 else (16, 32, 4, 1)
 
 

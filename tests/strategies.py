@@ -39,6 +39,11 @@ def families(draw: st.DrawFn, kernel_pass: Pass | None = None) -> AttentionFamil
     has_scores = has_keys and drawn_pass is not Pass.BWD_POSTPROCESS
     dtype, head_dim = draw(st.sampled_from(DType)), draw(head_dims())
     head_dim_v = draw(st.one_of(st.just(head_dim), head_dims())) if has_keys else head_dim
+    mask = draw(st.sampled_from([None, "bool_mask", "bias", "wide_bias"])) if has_scores else None
+    if mask == "wide_bias" and dtype is DType.FLOAT32:
+        mask = "bias"
+    is_dropped = has_scores and draw(st.booleans())
+    is_bias = mask in ("bias", "wide_bias")
     served = Access if strongest_access(dtype, head_dim, head_dim_v) is Access.TMA else [Access.ANY]
     return AttentionFamily(
         kernel_pass=drawn_pass,
@@ -50,7 +55,11 @@ def families(draw: st.DrawFn, kernel_pass: Pass | None = None) -> AttentionFamil
         softcap=has_scores and draw(st.booleans()),
         alibi=has_scores and draw(st.booleans()),
         sinks=drawn_pass is Pass.FWD and draw(st.booleans()),
-        varlen=has_keys and draw(st.booleans()),
+        **({mask: True} if mask else {}),
+        loose_mask=mask is not None and draw(st.booleans()),
+        mask_gradient=is_bias and drawn_pass is Pass.BWD_DQ and draw(st.booleans()),
+        dropout=is_dropped,
+        varlen=has_keys and mask is None and not is_dropped and draw(st.booleans()),
         access=draw(st.sampled_from(served)),
         unordered=drawn_pass is Pass.BWD_FUSED and draw(st.booleans()),
     )

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fa_autotune import attention, scaled_dot_product_attention
+from fa_autotune import attention, scaled_dot_product_attention, warmup
 from fa_autotune.errors import InvalidProblemError
 from fa_autotune.family import Pass
 from fa_autotune.records import Candidate
@@ -243,6 +243,16 @@ def test_a_mask_that_needs_no_gradient_costs_none(loads: list[Candidate]) -> Non
     assert found.shape == mask.shape
     (last,) = [candidate.family for candidate in loads if candidate.family.mask_gradient]
     assert last.kernel_pass is Pass.BWD_DQ
+
+
+@runs_kernels
+def test_warmup_loads_what_a_mask_with_a_gradient_needs(loads: list[Candidate]) -> None:
+    warmup(["1x2x1x32x48x32,bias"], backward=True)
+    before = len(loads)
+    q, k, v, mask = requiring(*make_small(32, 48), numbers(32, 48, dtype=BFLOAT16))
+    out = attention(q, k, v, attn_mask=mask)
+    torch.autograd.grad(out, (q, k, v, mask), gradient_of(out.shape))
+    assert len(loads) == before
 
 
 @runs_kernels

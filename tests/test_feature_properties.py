@@ -52,6 +52,12 @@ def calls(draw: st.DrawFn) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any
         arguments["alibi_slopes"] = torch.rand(size, generator=generator) * draw(st.sampled_from([0.01, 1.0]))
     if draw(st.booleans()):
         arguments["sinks"] = torch.randn(heads, generator=generator) * draw(st.sampled_from([1.0, 10.0]))
+    if draw(st.booleans()):
+        dims = ((1, q.shape[0]), (1, heads), (1, q.shape[1]), (1, k.shape[1]))
+        size = tuple(draw(st.sampled_from(pair)) for pair in dims)
+        arguments["attn_mask"] = mask = torch.randn(size, generator=generator)
+        if draw(st.booleans()):
+            arguments["attn_mask"] = mask > -1.0
     return (q, k, v), arguments
 
 
