@@ -253,7 +253,7 @@ class _Numbers:
         error, pt_error = (value - self.ref).abs(), (self.pt.to(self.ref.dtype) - self.ref).abs()
         roundings = _roundings(self.ref, written.dtype)
         allowed = self.factor * (pt_error.max().item() + roundings.max().item())
-        # GPUs' exp2 is good to two units in the last place, its argument to half a one of some larger number: in fp32 that
+        # GPUs' exp2 is good to two units in the last place, its argument to half a one of a larger number: in fp32 that
         # shows, in 16 bits it does not.
         units = 4 if written.dtype is torch.float32 else 1
         mean_allowed = MEAN_ERROR_FACTOR * pt_error.mean().item() + units * roundings.mean().item()
