@@ -286,7 +286,12 @@ def test_io_bytes_of_a_backward_count_what_it_reads_and_writes(kernel_pass: Pass
 
 @given(problems())
 def test_a_problem_is_its_own_for_its_pass(problem: AttentionProblem) -> None:
-    assert problem.for_pass(problem.family.kernel_pass, unordered=problem.family.unordered) == problem
+    assert (
+        problem.for_pass(
+            problem.family.kernel_pass, unordered=problem.family.unordered, mask_gradient=problem.family.mask_gradient
+        )
+        == problem
+    )
 
 
 @pytest.mark.parametrize("kernel_pass", [Pass.BWD_DKDV, Pass.BWD_DQ])
