@@ -33,7 +33,7 @@ from fa_autotune.paths import interpreting
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Measurement
 from fa_autotune.reference import seeded_inputs
-from fa_autotune.tensors import BHSD, GENERATED, UNORDERED, WINDOW
+from fa_autotune.tensors import BHSD, GENERATED, TF32, UNORDERED, WINDOW
 from fa_autotune.workload import bottom_right_diagonal, seeded_features
 
 OURS, OURS_UNORDERED = "ours", "ours-unordered"
@@ -256,7 +256,8 @@ def _our_backward(
     """What a training step launches after the forward, and the memory that it allocates; `backend` as in `tensors`."""
     features = seeded_features(problem, device=q.device)
     extras = () if features.alibi_slopes is features.sinks is None else (features.alibi_slopes, features.sinks)
-    plan = plan_of(q, k, v, (None, WINDOW, BHSD, backend, *problem.window, features.softcap), extras)
+    runs = backend | TF32 if problem.family.tf32 else backend
+    plan = plan_of(q, k, v, (None, WINDOW, BHSD, runs, *problem.window, features.softcap), extras)
     out, lse = plan.forward(q, k, v, *extras)
     needed = (True, True, True, features.sinks is not None)
     launch = partial(plan.backward, (q, k, v, out, lse, *extras), torch.randn_like(out), None, needed)
@@ -277,6 +278,7 @@ def _ours_unordered(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) 
         "alibi_slopes": features.alibi_slopes,
         "sinks": None if features.sinks is None else features.sinks[0],
         "deterministic": False,
+        "fp32_precision": "tf32" if problem.family.tf32 else "ieee",
     }
     launch = partial(attention, q, k, v, layout="bhsd", **options)
     return launch, "ours with deterministic=False"

@@ -14,7 +14,7 @@ from fa_autotune.errors import InvalidProblemError
 
 SCHEMA_VERSION = 1
 MIN_HEAD_DIM = 8
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 class Pass(StrEnum):
@@ -96,6 +96,7 @@ class AttentionFamily:
     `unordered`: the fused backward may add the parts of dq in any order, so that two runs differ in the last bits.
     `softcap`: scores are capped, softcap · tanh(score / softcap); the number is a run-time argument.
     `alibi`: scores get −slope · |distance of the key from the row's own|, a slope for each batch and head.
+    `tf32`: the operands of float32 products are cut to tf32, so that tensor cores multiply them.
     `sinks`: a score for each batch and head is added to the softmax, with a value of 0. The forward alone knows it: a
     backward has it in lse.
     """
@@ -111,6 +112,7 @@ class AttentionFamily:
     softcap: bool = False
     alibi: bool = False
     sinks: bool = False
+    tf32: bool = False
 
     def __post_init__(self) -> None:
         kinds = {"kernel_pass": Pass, "dtype": DType, "access": Access, "bounded_right": bool}
@@ -125,6 +127,11 @@ class AttentionFamily:
         if self.sinks and self.kernel_pass is not Pass.FWD:
             raise InvalidProblemError(
                 f"sinks=True is for fwd: {self.kernel_pass.value} finds the sinks in lse; leave it out there"
+            )
+        if self.tf32 and (self.dtype is not DType.FLOAT32 or self.kernel_pass in KEYLESS_PASSES):
+            raise InvalidProblemError(
+                f"tf32=True is for float32 products, {self.kernel_pass.value} of {self.dtype.value} has none; leave it "
+                "out"
             )
         for name in ("head_dim", "head_dim_v"):
             require_int(name, getattr(self, name), MIN_HEAD_DIM, MAX_HEAD_DIM)
@@ -190,8 +197,8 @@ def canonical_json(values: Mapping[str, Any]) -> str:
     return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-FAMILY_OPTIONS = {"unordered", "bounded_left", "softcap", "alibi", "sinks"}  # in a key only where it is true
-FEATURE_WORDS = ("softcap", "alibi", "sinks", "unordered")  # options that a text names by their own word
+FAMILY_OPTIONS = {"unordered", "bounded_left", "softcap", "alibi", "sinks", "tf32"}  # in a key only where it is true
+FEATURE_WORDS = ("softcap", "alibi", "sinks", "tf32", "unordered")  # options that a text names by their own word
 SHAPE_OPTIONS = ("window_left", "window_right")  # in a key only where it is not 0
 FAMILY_KEYS = {"pass", "dtype", "head_dim", "head_dim_v", "bounded_right", "access"}
 MASK_WORDS = {

@@ -13,15 +13,17 @@ from torch import Tensor
 
 from fa_autotune.backward_plan import Backward, BackwardCall, bind_backward
 from fa_autotune.bound_launch import bind
-from fa_autotune.errors import InvalidProblemError
-from fa_autotune.family import Access, AttentionFamily
+from fa_autotune.errors import InvalidProblemError, NoKernelError
+from fa_autotune.estimates import WIDEST_PIECE
+from fa_autotune.family import Access, AttentionFamily, Pass
 from fa_autotune.features import Features, sink_gradient, window_diagonals
-from fa_autotune.live_kernels import INTERPRETER_INDEX, kernel_for
+from fa_autotune.live_kernels import INTERPRETER_INDEX, dispatcher_of, kernel_for
 from fa_autotune.problem import AttentionProblem, AttentionShape
 from fa_autotune.tensors import (
     DTYPES,
     FULL,
     OPEN,
+    TF32,
     TOP_LEFT,
     UNORDERED,
     WINDOW,
@@ -63,6 +65,11 @@ class CallArguments(NamedTuple):
     softcap: float = 0.0
 
     @property
+    def runs(self) -> int:
+        """REFERENCE, GENERATED or UNORDERED."""
+        return self.backend & ~TF32
+
+    @property
     def window(self) -> tuple[int, int]:
         """Keys that a row sees before and after its own, OPEN for all."""
         if self.mask == WINDOW:
@@ -92,6 +99,21 @@ class CallArguments(NamedTuple):
 
 # The same as a plain tuple, which costs a call less to make.
 Call = tuple[float | None, int, int, int, int, int, float]
+
+
+def gradient_refusal(problem: AttentionProblem, index: int) -> str | None:
+    """Why no kernel of a GPU gives the gradients of a forward's call; asked for the head dims where that may be so."""
+    if max(problem.family.head_dim, problem.family.head_dim_v) <= WIDEST_PIECE:
+        return None
+    try:
+        for kernel_pass in (Pass.BWD_DKDV, Pass.BWD_DQ):
+            dispatcher_of(index).peek(problem.for_pass(kernel_pass))
+    except NoKernelError as error:
+        return (
+            f"{error}; gradients are served up to head_dim {WIDEST_PIECE} on every GPU: call this under "
+            "torch.no_grad(), or split the heads"
+        )
+    return None
 
 
 class KernelPlan:
@@ -127,6 +149,7 @@ class KernelPlan:
                 softcap=arguments.softcap != 0.0,
                 alibi=features.alibi_slopes is not None,
                 sinks=features.sinks is not None,
+                tf32=q.dtype is torch.float32 and bool(arguments.backend & TF32),
                 access=access_of(q_view, k_view, v_view),
             ),
             shape=AttentionShape(
@@ -145,6 +168,7 @@ class KernelPlan:
         tensors = (q_view, k_view, v_view, heads_first(out, layout), lse, *more)
         numbers = (self._scale, self._diagonal, *self._features.numbers(self._problem.family))
         self._launch = bind(kernel_for(self._problem, self._index), tensors, *numbers)
+        self.gradient_refusal = gradient_refusal(self._problem, self._index)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *extras: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out, lse), out dense in the call's layout."""
@@ -250,5 +274,5 @@ class KernelPlan:
             features=replace(self._features, alibi_slopes=saved[5] if self._has_extras else None),
             allocate=self._allocate,
         )
-        unordered = self.arguments.backend == UNORDERED
+        unordered = self.arguments.runs == UNORDERED
         return bind_backward(call, q, k, v, out, saved[4], d_out, dq, dk, dv, unordered=unordered), copies

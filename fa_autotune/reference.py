@@ -4,6 +4,7 @@ Tensors are (batch, heads, seqlen, head_dim) throughout. `diagonal` is None (no 
 i sees keys j <= i + diagonal; all else that a call may do to its scores is in `features`.
 """
 
+from collections.abc import Callable
 from itertools import product
 
 import torch
@@ -73,6 +74,15 @@ def _log_sum_exp(scores: Tensor, features: Features) -> Tensor:
     if features.sinks is None:
         return lse
     return torch.logaddexp(lse, features.sinks.to(lse.dtype)[..., None])
+
+
+def cut_to_tf32(tensor: Tensor) -> Tensor:
+    """What tensor cores read of a float32 operand in tf32: 10 bits of its mantissa, the others cut off."""
+    return (tensor.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+def _as_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def attention_reference(
@@ -156,25 +166,27 @@ def gradients_from_statistics(
     first_key: int = 0,
     dtype: torch.dtype | None = None,
     features: Features = NO_FEATURES,
+    tf32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from what a backward kernel gets: lse, and delta = rowsum(d_out ∘ out) − d_lse.
 
     Products are computed and rounded in `dtype`, by default the reference precision; in the inputs' own, the result has
-    the error that plain torch makes. `first_row` and `first_key` are the positions of q's first row and k's first key:
-    dq of some rows needs all keys, dk and dv of some keys all rows.
+    the error that plain torch makes, and with `tf32` that of products in tf32. `first_row` and `first_key` are the
+    positions of q's first row and k's first key: dq of some rows needs all keys, dk and dv of some keys all rows.
     """
     dtype = dtype or reference_dtype(q.dtype)
     precise = torch.promote_types(dtype, torch.float32)
     group = q.shape[1] // k.shape[1]
-    q, d_out = q.to(dtype), d_out.to(dtype)
-    keys, values = (tensor.to(dtype).repeat_interleave(group, dim=1) for tensor in (k, v))
+    operand = cut_to_tf32 if tf32 else _as_is
+    q, d_out = operand(q.to(dtype)), operand(d_out.to(dtype))
+    keys, values = (operand(tensor.to(dtype)).repeat_interleave(group, dim=1) for tensor in (k, v))
     products = (q @ (keys * softmax_scale).transpose(-1, -2)).to(precise)
     scores, slope = _scored(products, features, first_row, first_key)
     weights = torch.exp(scores - torch.where(lse == float("-inf"), float("inf"), lse)[..., None])
     hidden = _hidden(q, k, diagonal, features, first_row, first_key)
     if hidden is not None:
         weights = weights.masked_fill(hidden, 0.0)
-    return _gradients(q, keys, values, d_out, weights, delta, softmax_scale, group, slope)
+    return _gradients(q, keys, values, d_out, weights, delta, softmax_scale, group, slope, operand)
 
 
 def _gradients(
@@ -187,12 +199,16 @@ def _gradients(
     softmax_scale: float,
     group: int,
     slope: Tensor | None,
+    operand: Callable[[Tensor], Tensor] = _as_is,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; keys and values are repeated for the heads of a group, their gradients are summed."""
+    """Gradients of q, k and v; keys and values are repeated for the heads of a group, their gradients are summed.
+
+    `operand` is done to what is computed here and multiplied again.
+    """
     d_weights = (d_out @ values.transpose(-1, -2)).to(weights.dtype)
     d_scores = weights * (d_weights - delta[..., None]) * softmax_scale
-    d_scores = (d_scores if slope is None else d_scores * slope).to(q.dtype)
-    dk, dv = d_scores.transpose(-1, -2) @ q, weights.to(q.dtype).transpose(-1, -2) @ d_out
+    d_scores = operand((d_scores if slope is None else d_scores * slope).to(q.dtype))
+    dk, dv = d_scores.transpose(-1, -2) @ q, operand(weights.to(q.dtype)).transpose(-1, -2) @ d_out
     heads = (keys.shape[0], keys.shape[1] // group, group)
     return d_scores @ keys, dk.view(*heads, *dk.shape[2:]).sum(2), dv.view(*heads, *dv.shape[2:]).sum(2)
 
@@ -247,10 +263,12 @@ def attention_same_precision(
     diagonal: int | None = None,
     first_row: int = 0,
     features: Features = NO_FEATURES,
+    tf32: bool = False,
 ) -> Tensor:
-    """The same computation in the inputs' own precision, scale applied to k: the error plain torch makes."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (tensor.repeat_interleave(group, dim=1) for tensor in (k, v))
+    """The same computation in the inputs' own precision, scale applied to k: the error plain torch makes, or with
+    `tf32` that of products in tf32."""
+    group, operand = q.shape[1] // k.shape[1], cut_to_tf32 if tf32 else _as_is
+    q, k, v = operand(q), *(operand(tensor).repeat_interleave(group, dim=1) for tensor in (k, v))
     scores, _ = _scored(q @ (k * softmax_scale).transpose(-1, -2), features, first_row)
     hidden = _hidden(q, k, diagonal, features, first_row)
     if hidden is not None:
@@ -261,7 +279,7 @@ def attention_same_precision(
     weights = torch.softmax(scores, dim=-1)[..., : k.shape[2]]
     if hidden is not None:
         weights = weights.masked_fill(hidden.all(-1)[:, None], 0.0)
-    return weights @ v
+    return operand(weights) @ v
 
 
 def seeded_inputs(

@@ -40,6 +40,7 @@ from fa_autotune.constraints import (
 from fa_autotune.device import INTERPRETER_ARCH, DeviceSpec
 from fa_autotune.errors import UnsupportedError
 from fa_autotune.estimates import (
+    WIDEST_PIECE,
     canonical_piece,
     multiplies_by_fma,
     multiplies_by_warp,
@@ -52,6 +53,17 @@ from fa_autotune.fused_workspace import WIDEST_SHARED, is_wide
 from fa_autotune.hopper_seeds import forward_seeds, fused_seeds, wide_seeds
 from fa_autotune.problem import AttentionProblem, AttentionShape
 from fa_autotune.records import Candidate, CompileForm, Variant
+from fa_autotune.tiles import (
+    BACKWARD_SEEDS,
+    BACKWARD_SEEDS_BY_WARP,
+    PORTABLE_SMEM_BYTES,
+    TMA_SMEM_BYTES,
+    Tile,
+    is_wide_head,
+    tf32_tiles,
+    wide_default_tiles,
+    wide_seed_tiles,
+)
 
 MIN_TRITON = (3, 6)
 GLUON_TRITONS = ((3, 6), (3, 7))
@@ -177,13 +189,15 @@ def rejection(candidate: Candidate, shape: AttentionShape | None, device: Device
 
 
 def default_config(spec: VariantSpec, family: AttentionFamily, arch: str) -> KernelConfig:
-    """An untuned config. It fits 64 KB of shared memory, or what their GPUs have: kernels in Gluon, and a backward's
-    through descriptors."""
+    """An untuned config. It fits 64 KB of shared memory, or what their GPUs have: kernels in Gluon, a backward's
+    through descriptors, and forwards of head dims above 256 or in tf32."""
     if spec.kernel_pass in _UNTILED_SEEDS:
         return spec.config(**_UNTILED_SEEDS[spec.kernel_pass][0])
     if spec.variant.is_gluon:
         return _gluon_seeds(spec, family)[0]
     columns = padded_head_dim(family.head_dim) + padded_head_dim(family.head_dim_v)
+    if is_wide_head(family) or family.tf32:
+        return _wide_default(spec, family, arch)
     if multiplies_by_fma(family, arch):
         widest = 96 if family.bounded_left and family.access is Access.ANY else 256  # what hardly spills with 32 rows
         owned = 16 if spec.kernel_pass is not Pass.FWD and columns > widest else 32
@@ -201,6 +215,18 @@ def default_config(spec: VariantSpec, family: AttentionFamily, arch: str) -> Ker
     raise AssertionError(f"no default tile fits {family}")  # 64×16 in one stage fits head dim 256
 
 
+def _wide_default(spec: VariantSpec, family: AttentionFamily, arch: str) -> KernelConfig:
+    """For rows of so many bytes that a forward's fill 64 KB."""
+    by_descriptors = spec.variant is Variant.TMA and is_wide_head(family)
+    if is_wide_head(family):
+        tiles, piece = wide_default_tiles(family, arch, by_descriptors=by_descriptors)
+    else:
+        tiles, piece = tf32_tiles(family, arch)
+    configs = [_tiled(spec, family, tile, piece) for tile in tiles]
+    limit = TMA_SMEM_BYTES if by_descriptors else PORTABLE_SMEM_BYTES
+    return next((config for config in configs if whole_smem_bytes(family, config) <= limit), configs[-1])
+
+
 def seed_configs(spec: VariantSpec, family: AttentionFamily, arch: str) -> Sequence[KernelConfig]:
     """Configs worth trying first: the default, and tiles that were fast for such head dims."""
     if spec.kernel_pass in _UNTILED_SEEDS:
@@ -210,11 +236,16 @@ def seed_configs(spec: VariantSpec, family: AttentionFamily, arch: str) -> Seque
     default = default_config(spec, family, arch)
     wide = 2 * max(padded_head_dim(family.head_dim), padded_head_dim(family.head_dim_v))
     piece = 256
+    if is_wide_head(family):
+        return [default, *(_tiled(spec, family, tile, piece) for tile, piece in wide_seed_tiles(family, arch))]
+    if family.tf32:
+        tiles, piece = tf32_tiles(family, arch)
+        return [default, *(_tiled(spec, family, tile, piece) for tile in tiles)]
     if multiplies_by_fma(family, arch):
         piece = 32
         tiles = [(32, 32, 8, 1), (32, 16, 8, 1), (64, 32, 8, 1), (16, 16, 4, 1)]
     elif spec.kernel_pass is not Pass.FWD:
-        seeds = _SEEDS_BY_WARP if multiplies_by_warp(arch) else _SEEDS
+        seeds = BACKWARD_SEEDS_BY_WARP if multiplies_by_warp(arch) else BACKWARD_SEEDS
         tiles = seeds[spec.kernel_pass][0 if wide <= 128 else 1 if wide <= 256 else 2]
     elif multiplies_by_warp(arch):
         piece = 64
@@ -249,37 +280,7 @@ def _gluon_seeds(spec: VariantSpec, family: AttentionFamily) -> Sequence[KernelC
     return fused_seeds(family) if spec.kernel_pass is Pass.BWD_FUSED else forward_seeds(family)
 
 
-_Tile = tuple[int, int, int, int]  # rows that a program owns, rows that its loop brings in, num_warps, num_stages
-
-# Backward tiles for head dims up to 64, up to 128, and wider; dk and dv together hold twice dq's accumulators.
-_SEEDS: dict[Pass, list[list[_Tile]]] = {
-    Pass.BWD_DKDV: [
-        [(64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 3), (64, 32, 4, 2), (64, 64, 8, 2), (128, 128, 8, 2)],
-        [(64, 32, 4, 2), (64, 64, 8, 2), (128, 32, 8, 2), (64, 64, 4, 1), (64, 32, 8, 2), (64, 64, 4, 2)],
-        [(64, 32, 8, 2), (64, 16, 8, 2), (64, 32, 8, 1), (32, 32, 8, 2)],
-    ],
-    Pass.BWD_DQ: [
-        [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 128, 4, 2), (128, 128, 8, 2), (128, 64, 4, 2)],
-        [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (64, 32, 4, 3), (64, 64, 4, 1)],
-        [(64, 32, 8, 2), (64, 32, 4, 2), (128, 32, 8, 1), (64, 64, 8, 1)],
-    ],
-}
-# The same where a matrix instruction belongs to one warp and every operand passes through its registers.
-_SEEDS_BY_WARP: dict[Pass, list[list[_Tile]]] = {
-    Pass.BWD_DKDV: [
-        [(64, 32, 4, 2), (64, 32, 8, 2), (32, 64, 4, 2), (64, 64, 8, 1), (32, 64, 8, 2)],
-        [(64, 32, 8, 1), (64, 16, 8, 2), (32, 32, 4, 2), (32, 64, 8, 1)],
-        [(32, 32, 8, 2), (16, 64, 8, 1), (16, 32, 4, 1)],
-    ],
-    Pass.BWD_DQ: [
-        [(64, 64, 4, 2), (64, 32, 4, 2), (64, 64, 8, 2), (64, 32, 4, 3)],
-        [(64, 32, 4, 1), (64, 32, 8, 2), (64, 64, 8, 1), (64, 16, 4, 2)],
-        [(32, 32, 8, 2), (64, 16, 8, 2), (16, 32, 4, 1)],
-    ],
-}
-
-
-def _backward_default(spec: VariantSpec, family: AttentionFamily, arch: str, columns: int) -> _Tile:
+def _backward_default(spec: VariantSpec, family: AttentionFamily, arch: str, columns: int) -> Tile:
     """A large tile among those that hardly spill on their archs, for head dims of so many columns together."""
     is_dkdv = spec.kernel_pass is Pass.BWD_DKDV
     stages = 1 if multiplies_in_tensor_memory(arch) and is_dkdv else 2
@@ -300,7 +301,7 @@ def _backward_default(spec: VariantSpec, family: AttentionFamily, arch: str, col
     return (32, 32, 8, 2) if columns <= 320 else (16, 32, 4, 1)
 
 
-def _tiled(spec: VariantSpec, family: AttentionFamily, tile: _Tile, widest: int) -> KernelConfig:
+def _tiled(spec: VariantSpec, family: AttentionFamily, tile: Tile, widest: int) -> KernelConfig:
     """A config by what a program owns and what its loop brings in: queries and keys, or for dk and dv the reverse."""
     owned, streamed, num_warps, num_stages = tile
     block_m, block_n = (streamed, owned) if spec.kernel_pass is Pass.BWD_DKDV else (owned, streamed)
@@ -325,7 +326,11 @@ def _portable_supports(family: AttentionFamily, arch: str, triton_version: tuple
             return f"Triton compiles for sm_75 and newer, not {arch}"
         if capability < 80 and family.dtype is DType.BFLOAT16:
             return f"bfloat16 matrix products need sm_80, not {arch}; use float16"
+        if capability < 80 and family.tf32:
+            return f"tf32 matrix products need sm_80, not {arch}; leave tf32 out"
         return None
+    if family.tf32 and arch != INTERPRETER_ARCH:
+        return f"tf32 is multiplied by NVIDIA's tensor cores, not by {arch}; leave tf32 out"
     return (
         None if arch.startswith("gfx9") or arch == INTERPRETER_ARCH else f"{arch} is not a GPU that Triton compiles for"
     )
@@ -336,8 +341,12 @@ def _tma_supports(family: AttentionFamily, arch: str, triton_version: tuple[int,
         return f"tensor descriptors need sm_90 or newer, not {arch}"
     if family.access is not Access.TMA:
         return f"tensor descriptors can't read these pointers and strides (access={family.access.value})"
+    if family.tf32:
+        return "tf32 products read what pointers bring; the portable variant serves"
     if family.dtype is DType.FLOAT32:
         return "float32 products run on the FMA units, where tiles from descriptors spill; the portable variant serves"
+    if is_wide_head(family) and multiplies_by_warp(arch):
+        return f"on {arch} head dims above {WIDEST_PIECE} from descriptors spill; the portable variant serves"
     return _portable_supports(family, arch, triton_version)
 
 
@@ -349,6 +358,8 @@ def _hopper_ws_supports(family: AttentionFamily, arch: str, triton_version: tupl
         return (
             f"Gluon's calls move between releases; written for Triton {known}, not {'.'.join(map(str, triton_version))}"
         )
+    if is_wide_head(family):
+        return _too_wide(family)
     if family.access is not Access.TMA:
         return f"tensor descriptors can't read these pointers and strides (access={family.access.value})"
     if family.dtype is DType.FLOAT32:
@@ -365,6 +376,11 @@ def _hopper_forward_supports(family: AttentionFamily, arch: str, triton_version:
             f"{WIDEST_WITH_LEFT_WINDOW} at most does; the tma variant serves"
         )
     return _lacking(family, alibi="ALiBi")
+
+
+def _too_wide(family: AttentionFamily) -> str:
+    widest = max(family.head_dim, family.head_dim_v)
+    return f"its warpgroups have registers for head dims up to {WIDEST_PIECE}, not {widest}; others serve"
 
 
 def _plain_scores(family: AttentionFamily) -> str | None:
@@ -397,10 +413,16 @@ def _beside_fused_supports(family: AttentionFamily, arch: str, triton_version: t
         return f"it goes with the fused kernel, which is for sm_90, not {arch}"
     if family.dtype is DType.FLOAT32:
         return "it goes with the fused kernel, which multiplies no float32"
+    if is_wide_head(family):
+        return f"it goes with the fused kernel, which serves head dims up to {WIDEST_PIECE}"
     return _portable_supports(family, arch, triton_version) or _plain_scores(family)
 
 
 def _tma_backward_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
+    if is_wide_head(family):
+        return (
+            f"a tile of 64 rows and its gradients fit registers up to head_dim {WIDEST_PIECE}; the portable one serves"
+        )
     if multiplies_by_warp(arch):
         return f"on {arch} a backward keeps the tiles of descriptors in registers, and spills; the portable one serves"
     return _tma_supports(family, arch, triton_version)

@@ -23,11 +23,11 @@ from fa_autotune.variants import VARIANTS, VariantSpec
 PLAIN_VARIANTS = (Variant.PORTABLE, Variant.TMA)  # of every pass but delta, and what the interpreter runs
 
 
-def head_dims() -> st.SearchStrategy[int]:
+def head_dims(widest: int = MAX_HEAD_DIM) -> st.SearchStrategy[int]:
     """Any head dim; the usual multiples of 8 as often as the others."""
     return st.one_of(
-        st.integers(MIN_HEAD_DIM // 8, MAX_HEAD_DIM // 8).map(lambda eighth: 8 * eighth),
-        st.integers(MIN_HEAD_DIM, MAX_HEAD_DIM),
+        st.integers(MIN_HEAD_DIM // 8, widest // 8).map(lambda eighth: 8 * eighth),
+        st.integers(MIN_HEAD_DIM, widest),
     )
 
 
@@ -49,6 +49,7 @@ def families(draw: st.DrawFn, kernel_pass: Pass | None = None) -> AttentionFamil
         softcap=has_keys and draw(st.booleans()),
         alibi=has_keys and draw(st.booleans()),
         sinks=drawn_pass is Pass.FWD and draw(st.booleans()),
+        tf32=has_keys and dtype is DType.FLOAT32 and draw(st.booleans()),
         access=draw(st.sampled_from(served)),
         unordered=drawn_pass is Pass.BWD_FUSED and draw(st.booleans()),
     )
