@@ -12,6 +12,7 @@ from strategies import families, json_values, problems
 from fa_autotune.errors import InvalidProblemError
 from fa_autotune.family import (
     BACKWARD_PASSES,
+    FEATURE_WORDS,
     FUSED_BACKWARD,
     SPLIT_BACKWARD,
     Access,
@@ -151,7 +152,7 @@ def test_the_short_form_names_every_problem(problem: AttentionProblem) -> None:
     text += f", left={shape.window_left}" if family.bounded_left else ""
     text += f", right={shape.window_right}" if family.bounded_right else ""
     text += f", {family.dtype.value}, {family.access.value}, {family.kernel_pass}"
-    text += "".join(f", {word}" for word in ("softcap", "alibi", "sinks", "unordered") if getattr(family, word))
+    text += "".join(f", {word}" for word in FEATURE_WORDS if getattr(family, word))
     assert AttentionProblem.parse(text) == problem
 
 
