@@ -116,8 +116,9 @@ def head_dim_piece(
 ) -> str | None:
     """Pieces fill the matrix instructions, and each way to cut the head dims has one name."""
     narrow_products = multiplies_by_warp(device.arch) or multiplies_by_fma(family, device.arch)
-    if config.HEAD_DIM_PIECE < 128 and not narrow_products:
-        return f"HEAD_DIM_PIECE={config.HEAD_DIM_PIECE} would leave {device.arch}'s wide matrix instructions half empty"
+    least, piece = 64 if family.tf32 else 128, config.HEAD_DIM_PIECE  # as many bytes
+    if piece < least and not narrow_products:
+        return f"HEAD_DIM_PIECE={piece} would leave {device.arch}'s wide matrix instructions half empty"
     if canonical_piece(family, config.HEAD_DIM_PIECE) != config.HEAD_DIM_PIECE:
         return (
             f"HEAD_DIM_PIECE={config.HEAD_DIM_PIECE} cuts {family.label} into the same pieces as 256: the same kernel"
@@ -218,7 +219,8 @@ def tile_per_warp(
 
 def min_scores_per_warp(family: AttentionFamily) -> int:
     """Half as many where the gradients of a tile take eight warps to hold."""
-    return MIN_SCORES_PER_WARP // (2 if max(family.head_dim, family.head_dim_v) > WIDEST_PIECE else 1)
+    is_large = family.tf32 or max(family.head_dim, family.head_dim_v) > WIDEST_PIECE
+    return MIN_SCORES_PER_WARP // (2 if is_large else 1)
 
 
 def registers_of_gradients(

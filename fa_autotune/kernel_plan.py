@@ -126,6 +126,7 @@ class KernelPlan:
         q_view, k_view, v_view = (heads_first(tensor, layout) for tensor in (q, k, v))
         batch_size, num_q_heads, seqlen_q, head_dim = q_view.shape
         _, num_kv_heads, seqlen_k, head_dim_v = v_view.shape
+        widest = max(head_dim, head_dim_v)
         self._scale = head_dim**-0.5 if arguments.softmax_scale is None else arguments.softmax_scale
         features, self._diagonal = arguments.features(seqlen_q, seqlen_k, extras)
         self._features = replace(features, alibi_slopes=None, sinks=None)  # no tensor of a call is kept
@@ -149,7 +150,7 @@ class KernelPlan:
                 softcap=arguments.softcap != 0.0,
                 alibi=features.alibi_slopes is not None,
                 sinks=features.sinks is not None,
-                tf32=q.dtype is torch.float32 and bool(arguments.backend & TF32),
+                tf32=arguments.backend & TF32 != 0 and q.dtype is torch.float32 and widest <= WIDEST_PIECE,
                 access=access_of(q_view, k_view, v_view),
             ),
             shape=AttentionShape(

@@ -72,7 +72,7 @@ def attention(
     counts it.
 
     fp32_precision: "ieee", or "tf32": float32 products are of operands cut to 10 bits of mantissa, on tensor cores
-    (sm_80 and newer), many times faster. It changes nothing for tensors of 16 bits and for the reference.
+    (sm_80 and newer), many times faster. It changes nothing for tensors of 16 bits, head dims above 256, the reference.
 
     return_lse: also give the natural-log log-sum-exp, fp32 (batch, num_q_heads, seqlen_q), −inf for a row that sees no
     key (with sinks: its sink); a gradient into lse counts. Results and gradients are bit-for-bit repeatable; with

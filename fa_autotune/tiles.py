@@ -48,23 +48,21 @@ def is_wide_head(family: AttentionFamily) -> bool:
 def tf32_tiles(family: AttentionFamily, arch: str) -> tuple[list[Tile], int]:
     """Tiles for float32 in tf32, of which the first that fits is the default, and the piece for them."""
     columns = padded_head_dim(family.head_dim) + padded_head_dim(family.head_dim_v)
-    is_warp = multiplies_by_warp(arch)
     if family.kernel_pass is Pass.FWD:
         # In more than one stage Hopper's products read V, transposed, four bytes at a time.
-        stages = 2 if is_warp else 1
+        stages = 2 if multiplies_by_warp(arch) else 1
         tiles = [(64, 32, 4, 1), (64, 16, 4, stages), (64, 16, 4, 1), (128, 32, 8, 1), (128, 32, 8, 2), (64, 64, 4, 1)]
-        return tiles[columns > 128 :], 64 if is_warp else 128
+        return tiles[columns > 128 :], 64
     if columns <= 128:
         return [(32, 32, 4, 1), (16, 32, 8, 1), (32, 16, 8, 1), (64, 32, 8, 1)], 256
-    return [(16, 16, 4, 1), (16, 32, 8, 1), (32, 32, 8, 1), (32, 16, 8, 1)], 256
+    holds_two = family.kernel_pass is Pass.BWD_DKDV and columns > 256
+    return [(16, 16, 8 if holds_two else 4, 1), (16, 32, 8, 1), (32, 32, 8, 1), (32, 16, 8, 1)], 256
 
 
 def wide_default_tiles(family: AttentionFamily, arch: str, *, by_descriptors: bool) -> tuple[list[Tile], int]:
     """Tiles that hardly spill, of which the first that fits is the default, and the piece (a product's columns)."""
     is_fma, kernel_pass = multiplies_by_fma(family, arch), family.kernel_pass
     piece = 32 if is_fma else 64 if multiplies_by_warp(arch) else 128
-    if kernel_pass is Pass.FWD and family.tf32 and not is_fma:
-        return [(16, 16, 1, 1)], piece
     if kernel_pass is Pass.FWD and not is_fma:
         most = 32 if by_descriptors else 16
         return [(64, block_n, 4, stages) for stages in (2, 1) for block_n in (most, 16)], piece

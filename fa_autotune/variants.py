@@ -318,6 +318,8 @@ def _tiled(spec: VariantSpec, family: AttentionFamily, tile: Tile, widest: int) 
 
 
 def _portable_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
+    if family.tf32 and is_wide_head(family):
+        return f"tiles for tf32 spill above head_dim {WIDEST_PIECE}; leave tf32 out"
     if triton_version < MIN_TRITON:
         return f"needs Triton {'.'.join(map(str, MIN_TRITON))} or newer, not {'.'.join(map(str, triton_version))}"
     if arch.startswith("sm_"):

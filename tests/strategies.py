@@ -49,7 +49,7 @@ def families(draw: st.DrawFn, kernel_pass: Pass | None = None) -> AttentionFamil
         softcap=has_keys and draw(st.booleans()),
         alibi=has_keys and draw(st.booleans()),
         sinks=drawn_pass is Pass.FWD and draw(st.booleans()),
-        tf32=has_keys and dtype is DType.FLOAT32 and draw(st.booleans()),
+        tf32=has_keys and dtype is DType.FLOAT32 and max(head_dim, head_dim_v) <= 256 and draw(st.booleans()),
         access=draw(st.sampled_from(served)),
         unordered=drawn_pass is Pass.BWD_FUSED and draw(st.booleans()),
     )
@@ -86,8 +86,17 @@ def problems(draw: st.DrawFn, *, max_seqlen: int = 2**20) -> AttentionProblem:
 
 
 def served_everywhere(**limits: int) -> st.SearchStrategy[AttentionProblem]:
-    """Problems that some kernel serves on every device: a fused backward has its own on Hopper, for some families."""
-    return problems(**limits).filter(lambda problem: problem.family.kernel_pass not in FUSED_BACKWARD)
+    """Problems that some kernel serves on every device: a fused backward has its own on Hopper, for some families, and
+    gradients of wide heads take more shared memory than some GPUs have."""
+
+    def is_served(problem: AttentionProblem) -> bool:
+        family = problem.family
+        has_operands = family.kernel_pass in (Pass.BWD_DKDV, Pass.BWD_DQ)
+        return family.kernel_pass not in FUSED_BACKWARD and not (
+            has_operands and max(family.head_dim, family.head_dim_v) > 256
+        )
+
+    return problems(**limits).filter(is_served)
 
 
 @st.composite

@@ -55,7 +55,7 @@ def make_family(kernel_pass: Pass, head_dim: int, access: Access = Access.TMA, *
         (256, Access.TMA, {}),
         (59, Access.ANY, {"softcap": True}),
         (96, Access.ALIGNED, {"bounded_left": True, "alibi": True}),
-        (320, Access.TMA, {}),
+        (192, Access.TMA, {}),
     ],
 )
 def test_every_pass_passes_its_probes(

@@ -146,10 +146,12 @@ def test_a_pass_without_products_has_no_tf32() -> None:
         (Variant.PORTABLE, "gfx942", "tf32 is multiplied by NVIDIA's tensor cores"),
         (Variant.TMA, "sm_90", "the portable variant serves"),
         (Variant.HOPPER_WS, "sm_90", "wgmma multiplies no float32"),
+        (Variant.PORTABLE, "sm_90", "spill above head_dim 256"),
     ],
 )
 def test_variants_that_do_not_serve_it_say_why(variant: Variant, arch: str, says: str) -> None:
-    reason = variant_spec(Pass.FWD, variant).supports(make_family(Pass.FWD), arch, (3, 7))
+    family = make_family(Pass.FWD, 320 if "spill" in says else 64)
+    reason = variant_spec(Pass.FWD, variant).supports(family, arch, (3, 7))
     assert reason is not None
     assert says in reason
 
@@ -185,6 +187,13 @@ def test_a_call_gets_tf32_for_its_products_if_it_asks(loads: list[Candidate]) ->
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_tensors_of_16_bits_do_not_care(deterministic: bool, loads: list[Candidate]) -> None:
     attention(*make_small(), fp32_precision="tf32", deterministic=deterministic)
+    assert tf32_of(loads) == [False]
+
+
+@runs_kernels
+def test_head_dims_above_256_do_not_care(loads: list[Candidate]) -> None:
+    with torch.no_grad():
+        attention(*make_small(3, 5, dtype=FLOAT32, head_dim=264), fp32_precision="tf32")
     assert tf32_of(loads) == [False]
 
 
@@ -270,8 +279,7 @@ CASES = [(64, Access.TMA), (128, Access.TMA), (64, Access.ANY), (256, Access.TMA
                 ("h200", CASES[2:]),
                 ("b200", CASES),
                 ("rtx5090", CASES),
-                ("a100", [(512, Access.TMA)]),
-                ("h200", [(512, Access.TMA)]),
+                ("a100", CASES[3:]),
             )
         ),
     ],
