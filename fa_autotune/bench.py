@@ -33,7 +33,7 @@ from fa_autotune.paths import interpreting
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Measurement
 from fa_autotune.reference import seeded_inputs
-from fa_autotune.tensors import BHSD, GENERATED, UNORDERED, WINDOW, Extras
+from fa_autotune.tensors import BHSD, GENERATED, TF32, UNORDERED, WINDOW, Extras
 from fa_autotune.varlen_bench import backward_in_a_row, document_mask, in_a_row, lengths_of
 from fa_autotune.workload import bottom_right_diagonal, seeded_features
 
@@ -266,9 +266,8 @@ def _our_backward(
     features = seeded_features(problem, device=q.device)
     found = (features.alibi_slopes, features.sinks, features.attn_mask, features.dropout_seed)
     extras: Extras = found if any(tensor is not None for tensor in found) else ()
-    plan = plan_of(
-        q, k, v, (None, WINDOW, BHSD, backend, *problem.window, features.softcap, features.dropout_p), extras
-    )
+    runs = backend | TF32 if problem.family.tf32 else backend
+    plan = plan_of(q, k, v, (None, WINDOW, BHSD, runs, *problem.window, features.softcap, features.dropout_p), extras)
     out, lse = plan.forward(q, k, v, *extras)
     needed = (True, True, True, features.sinks is not None, False)
     launch = partial(plan.backward, (q, k, v, out, lse, *extras), torch.randn_like(out), None, needed)
@@ -296,6 +295,7 @@ def _ours_unordered(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) 
         "attn_mask": features.attn_mask,
         "dropout_p": features.dropout_p,
         "deterministic": False,
+        "fp32_precision": "tf32" if problem.family.tf32 else "ieee",
     }
     launch: partial[Any] = partial(attention, q, k, v, layout="bhsd", **options)
     return launch, "ours with deterministic=False"

@@ -50,9 +50,10 @@ _plans: dict[tuple[Any, ...], "Plan"] = {}
 
 
 class Plan(Protocol):
-    """How calls of one kind run."""
+    """How calls of one kind run. `gradient_refusal` says why none of them can be differentiated, where that is so."""
 
     arguments: CallArguments
+    gradient_refusal: str | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *extras: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out, lse): out dense in the call's layout, lse fp32 (batch, num_q_heads, seqlen_q)."""
@@ -124,9 +125,9 @@ def _new_plan(q: Tensor, k: Tensor, v: Tensor, arguments: CallArguments, extras:
         return _EmptyPlan(arguments)
     if scale is not None and not MIN_SCALE <= scale <= MAX_SCALE:
         return _SignPlan(arguments, scale)
-    if arguments.backend != REFERENCE and runs_kernels(q):
+    if arguments.runs != REFERENCE and runs_kernels(q):
         return KernelPlan(arguments, q, k, v, extras)
-    if arguments.backend != REFERENCE:
+    if arguments.runs != REFERENCE:
         with _lock:  # once, however many threads come first
             tell_of_reference()
     return _ReferencePlan(arguments)
@@ -183,6 +184,8 @@ def _empty_results(q: Tensor, v: Tensor, layout: int) -> tuple[Tensor, Tensor]:
 class _EmptyPlan:
     """No query, or no key: nothing to compute."""
 
+    gradient_refusal: str | None = None
+
     def __init__(self, arguments: CallArguments) -> None:
         self.arguments = arguments
 
@@ -207,6 +210,8 @@ class _EmptyPlan:
 
 class _SignPlan:
     """Kernels fold the scale into an fp32 exponent, where it must be positive: a sign, or a zero, is moved into q."""
+
+    gradient_refusal: str | None = None
 
     def __init__(self, arguments: CallArguments, scale: float) -> None:
         self.arguments = arguments
@@ -233,6 +238,8 @@ class _SignPlan:
 
 class _ReferencePlan:
     """Plain torch: exact, slow, and O(seqlen_q · seqlen_k) in memory."""
+
+    gradient_refusal: str | None = None
 
     def __init__(self, arguments: CallArguments) -> None:
         self.arguments = arguments

@@ -18,6 +18,7 @@ from fa_autotune.config import (
 )
 from fa_autotune.device import INTERPRETER_ARCH, DeviceSpec
 from fa_autotune.estimates import (
+    WIDEST_PIECE,
     backward_registers,
     canonical_piece,
     consumer_registers,
@@ -28,8 +29,10 @@ from fa_autotune.estimates import (
     in_flight_smem_bytes,
     multiplies_by_fma,
     multiplies_by_warp,
+    operand_bytes,
     out_fits_query_rows,
     padded_head_dim,
+    part_columns,
     splits_outputs,
 )
 from fa_autotune.family import AttentionFamily
@@ -40,6 +43,7 @@ MAX_REGISTERS_PER_THREAD = 255
 WIDEST_TOGETHER = 128  # head dims of dk and dv tiles that one program holds well
 MAX_DESCRIPTOR_EXTENT = 2**31 - 1
 RESERVED_SMEM_BYTES = 1024  # of each program, by CUDA
+OPERAND_OVERHEAD_BYTES = 2048  # lse, delta and what changes of layout take beside a backward's operands
 # What `hopper_ws` kernels leave to all but accumulators, scores and P: addresses, statistics, masks. Less spills.
 OTHER_REGISTERS = 32
 CONSUMER_REGISTERS = {1: 255, 2: 240, 3: 160}  # per thread; the producer has what is left of the SM's
@@ -112,8 +116,9 @@ def head_dim_piece(
 ) -> str | None:
     """Pieces fill the matrix instructions, and each way to cut the head dims has one name."""
     narrow_products = multiplies_by_warp(device.arch) or multiplies_by_fma(family, device.arch)
-    if config.HEAD_DIM_PIECE < 128 and not narrow_products:
-        return f"HEAD_DIM_PIECE={config.HEAD_DIM_PIECE} would leave {device.arch}'s wide matrix instructions half empty"
+    least, piece = 64 if family.tf32 else 128, config.HEAD_DIM_PIECE  # as many bytes
+    if piece < least and not narrow_products:
+        return f"HEAD_DIM_PIECE={piece} would leave {device.arch}'s wide matrix instructions half empty"
     if canonical_piece(family, config.HEAD_DIM_PIECE) != config.HEAD_DIM_PIECE:
         return (
             f"HEAD_DIM_PIECE={config.HEAD_DIM_PIECE} cuts {family.label} into the same pieces as 256: the same kernel"
@@ -173,7 +178,9 @@ def score_rows(
     family: AttentionFamily, shape: AttentionShape | None, config: ForwardConfig, device: DeviceSpec
 ) -> str | None:
     """Triton does not split the columns of scores over the warps."""
-    widest = max(head_dim_pieces(family.head_dim_v, config.HEAD_DIM_PIECE))
+    widest = max(head_dim_pieces(part_columns(family), config.HEAD_DIM_PIECE))
+    if multiplies_by_fma(family, device.arch):
+        return None
     if multiplies_by_warp(device.arch) and config.num_warps > 1 and widest > config.BLOCK_M:
         return (
             f"an output tile of {config.BLOCK_M} rows and {widest} columns makes Triton split columns over the warps, "
@@ -205,10 +212,17 @@ def tile_per_warp(
     family: AttentionFamily, shape: AttentionShape | None, config: BackwardConfig, device: DeviceSpec
 ) -> str | None:
     """Every warp has a part of the scores; nothing is reduced along them, so warps may split rows or columns."""
-    need, has = MIN_SCORES_PER_WARP * config.num_warps, config.BLOCK_M * config.BLOCK_N
+    least, has = min_scores_per_warp(family), config.BLOCK_M * config.BLOCK_N
+    need = least * config.num_warps
     if need <= has:
         return None
-    return f"{has} scores in a tile give a warp under {MIN_SCORES_PER_WARP}; {config.num_warps} warps need {need}"
+    return f"{has} scores in a tile give a warp under {least}; {config.num_warps} warps need {need}"
+
+
+def min_scores_per_warp(family: AttentionFamily) -> int:
+    """Half as many where the gradients of a tile take eight warps to hold."""
+    is_large = family.tf32 or max(family.head_dim, family.head_dim_v) > WIDEST_PIECE
+    return MIN_SCORES_PER_WARP // (2 if is_large else 1)
 
 
 def registers_of_gradients(
@@ -216,6 +230,16 @@ def registers_of_gradients(
 ) -> str | None:
     """What the loop holds fits the register file."""
     return _registers_suffice(backward_registers(family, config, device), config, device)
+
+
+def operands_in_shared_memory(
+    family: AttentionFamily, shape: AttentionShape | None, config: BackwardConfig, device: DeviceSpec
+) -> str | None:
+    """Above WIDEST_PIECE columns the operands of a tile's products do not stay in registers."""
+    if max(family.head_dim, family.head_dim_v) <= WIDEST_PIECE or not device.arch.startswith("sm_"):
+        return None
+    need, limit = operand_bytes(family, config) + OPERAND_OVERHEAD_BYTES, device.smem_optin_bytes
+    return None if need <= limit else f"its operands take {need} bytes of shared memory, {device.arch} offers {limit}"
 
 
 def split_outputs(
@@ -453,6 +477,7 @@ BACKWARD_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
     ("register_cap", register_cap),
     ("head_dim_piece", head_dim_piece),
     ("shared_memory", shared_memory),
+    ("operands", operands_in_shared_memory),
     ("split_outputs", split_outputs),
     ("registers", registers_of_gradients),
     ("exact_lengths", exact_lengths),

@@ -19,7 +19,7 @@ from fa_autotune.config import (
     KernelConfig,
     config_label,
 )
-from fa_autotune.constraints import MIN_SCORES_PER_WARP
+from fa_autotune.constraints import min_scores_per_warp
 from fa_autotune.device import DeviceSpec
 from fa_autotune.errors import FaAutotuneError, NoKernelError, UnsupportedError
 from fa_autotune.family import Pass
@@ -371,13 +371,14 @@ def _defaults(spec: VariantSpec, problem: AttentionProblem, arch: str) -> Iterat
     ):  # one tile alone; other kernels have smaller ones
         yield base
         return
+    least = min_scores_per_warp(problem.family)
     for block_m in _halvings(base.BLOCK_M):
         if isinstance(base, BwdDeltaConfig):
             yield replace(base, BLOCK_M=block_m)
             continue
         for block_n in _halvings(base.BLOCK_N):
-            most_warps = block_m // 16 if spec.kernel_pass is Pass.FWD else block_m * block_n // MIN_SCORES_PER_WARP
-            warps = min(base.num_warps, most_warps)
+            rows_or_scores = block_m // 16 if spec.kernel_pass is Pass.FWD else block_m * block_n // least
+            warps = min(base.num_warps, rows_or_scores)
             for stages in range(base.num_stages, 0, -1):
                 yield replace(base, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages)
 

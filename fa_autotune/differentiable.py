@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from fa_autotune.calls import Plan, plan_of, write_gradients
+from fa_autotune.errors import UnsupportedError
 from fa_autotune.kernel_plan import Call
 from fa_autotune.op_library import (
     TransformableAttention,
@@ -150,6 +151,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, with_lse: bool, *extras: Tensor | None) -> Any:
+        if plan.gradient_refusal:
+            raise UnsupportedError(plan.gradient_refusal)
         out, lse = plan.forward(q, k, v, *extras)
         ctx.save_for_backward(q, k, v, out, lse, *extras)
         ctx.set_materialize_grads(False)
@@ -182,6 +185,8 @@ class _PackedAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor | None, packed: Tensor, call: Call, with_lse: bool) -> Any:
         parts = parts_of(q, packed)
         plan = plan_of(*parts, call)
+        if plan.gradient_refusal:
+            raise UnsupportedError(plan.gradient_refusal)
         out, lse = plan.forward(*parts)
         ctx.save_for_backward(q, packed, out, lse)
         ctx.set_materialize_grads(False)

@@ -20,11 +20,12 @@ from fa_autotune.device import DeviceSpec
 from fa_autotune.family import AttentionFamily, DType, Pass
 from fa_autotune.fused_workspace import PART_COLUMNS, PART_ROWS, fused_tile
 
+WIDEST_PIECE = 256  # columns of a tile, by what a descriptor takes; of a row's accumulator, by a warpgroup's registers
 BARRIER_BYTES = 640  # at most, of a `hopper_ws` kernel, forward or backward
 WIDE_BARRIER_BYTES = 896  # of a `hopper_wide` kernel
 
 
-def head_dim_pieces(head_dim: int, widest: int = 256) -> tuple[int, ...]:
+def head_dim_pieces(head_dim: int, widest: int = WIDEST_PIECE) -> tuple[int, ...]:
     """Power-of-two widths that cover a head dim, 16 to `widest` each: (128,) for 128, (64, 32) for 96.
 
     Tiles are powers of two per dimension. What is left after pieces of the widest is covered by two where they are
@@ -40,14 +41,25 @@ def head_dim_pieces(head_dim: int, widest: int = 256) -> tuple[int, ...]:
     return (*pieces, whole) if half + rest >= whole else (*pieces, half, rest)
 
 
-def padded_head_dim(head_dim: int, widest: int = 256) -> int:
+def padded_head_dim(head_dim: int, widest: int = WIDEST_PIECE) -> int:
     """Columns that a head dim takes in shared memory and registers."""
     return sum(head_dim_pieces(head_dim, widest))
 
 
+def value_parts(family: AttentionFamily) -> int:
+    """Programs that share out the columns of O, and each compute the scores: one up to the widest accumulator."""
+    return -(-family.head_dim_v // WIDEST_PIECE) if family.kernel_pass is Pass.FWD else 1
+
+
+def part_columns(family: AttentionFamily) -> int:
+    """Columns of V that a program computes with; where there are parts, whole tiles of them."""
+    parts = value_parts(family)
+    return family.head_dim_v if parts == 1 else padded_head_dim(-(-family.head_dim_v // parts))
+
+
 def multiplies_by_fma(family: AttentionFamily, arch: str) -> bool:
     """True where Triton computes matrix products on the FMA units: fp32 in ieee precision, and all of sm_75."""
-    return family.dtype is DType.FLOAT32 or arch == "sm_75"
+    return (family.dtype is DType.FLOAT32 and not family.tf32) or arch == "sm_75"
 
 
 def multiplies_by_warp(arch: str) -> bool:
@@ -62,8 +74,8 @@ def multiplies_in_tensor_memory(arch: str) -> bool:
 
 def canonical_piece(family: AttentionFamily, widest: int) -> int:
     """The HEAD_DIM_PIECE that stands for `widest`: 256 where it cuts both head dims into the same pieces."""
-    dims = (family.head_dim, family.head_dim_v)
-    return 256 if all(head_dim_pieces(dim, widest) == head_dim_pieces(dim) for dim in dims) else widest
+    dims = (family.head_dim, part_columns(family))
+    return WIDEST_PIECE if all(head_dim_pieces(dim, widest) == head_dim_pieces(dim) for dim in dims) else widest
 
 
 def owned_and_streamed(family: AttentionFamily, config: TiledConfig) -> tuple[int, int]:
@@ -77,6 +89,11 @@ def in_flight_smem_bytes(family: AttentionFamily, config: TiledConfig) -> int:
     """Lower bound of shared memory: the pairs of tiles (K and V, or Q and dO) that a pipeline has in flight."""
     _, streamed = owned_and_streamed(family, config)
     return (config.num_stages - 1) * streamed * _row_bytes(family, config)
+
+
+def operand_bytes(family: AttentionFamily, config: TiledConfig) -> int:
+    """The tiles of one step of a loop and those that its program keeps, each once."""
+    return (config.BLOCK_M + config.BLOCK_N) * _row_bytes(family, config)
 
 
 def whole_smem_bytes(family: AttentionFamily, config: KernelConfig) -> int:
@@ -104,7 +121,7 @@ def _row_bytes(family: AttentionFamily, config: TiledConfig) -> int:
 
 def _padded_head_dims(family: AttentionFamily, config: TiledConfig) -> tuple[int, int]:
     widest = config.HEAD_DIM_PIECE
-    return padded_head_dim(family.head_dim, widest), padded_head_dim(family.head_dim_v, widest)
+    return padded_head_dim(family.head_dim, widest), padded_head_dim(part_columns(family), widest)
 
 
 def forward_registers(family: AttentionFamily, config: ForwardConfig, device: DeviceSpec) -> int:

@@ -14,7 +14,7 @@ from fa_autotune.errors import InvalidProblemError
 
 SCHEMA_VERSION = 1
 MIN_HEAD_DIM = 8
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 class Pass(StrEnum):
@@ -96,6 +96,7 @@ class AttentionFamily:
     `unordered`: the fused backward may add the parts of dq in any order, so that two runs differ in the last bits.
     `softcap`: scores are capped, softcap · tanh(score / softcap); the number is a run-time argument.
     `alibi`: scores get −slope · |distance of the key from the row's own|, a slope for each batch and head.
+    `tf32`: the operands of float32 products are cut to tf32, so that tensor cores multiply them.
     `sinks`: a score for each batch and head is added to the softmax, with a value of 0. The forward alone knows it: a
     backward has it in lse.
     `bool_mask`, `bias`, `wide_bias`: a mask tells each row its keys: of bools, or numbers that are added to the scores,
@@ -125,6 +126,7 @@ class AttentionFamily:
     mask_gradient: bool = False
     dropout: bool = False
     varlen: bool = False
+    tf32: bool = False
 
     def __post_init__(self) -> None:
         kinds = {"kernel_pass": Pass, "dtype": DType, "access": Access, "bounded_right": bool}
@@ -147,6 +149,11 @@ class AttentionFamily:
                 )
         self._check_mask()
         self._check_varlen()
+        if self.tf32 and (self.dtype is not DType.FLOAT32 or self.kernel_pass in KEYLESS_PASSES):
+            raise InvalidProblemError(
+                f"tf32=True is for float32 products, {self.kernel_pass.value} of {self.dtype.value} has none; leave it "
+                "out"
+            )
         for name in ("head_dim", "head_dim_v"):
             require_int(name, getattr(self, name), MIN_HEAD_DIM, MAX_HEAD_DIM)
         if self.access is not Access.ANY and strongest_access(self.dtype, self.head_dim, self.head_dim_v) is Access.ANY:
@@ -271,7 +278,7 @@ MASK_KINDS = ("bool_mask", "bias", "wide_bias")
 SCORE_WORDS = ("softcap", "alibi", *MASK_KINDS, "loose_mask", "dropout")  # options that change scores
 PASS_WORDS = ("unordered", "mask_gradient")  # options of one pass, which a problem of another has not
 # Options that a text names by their own word.
-FEATURE_WORDS = ("softcap", "alibi", "sinks", *MASK_KINDS, "loose_mask", "dropout", "varlen", *PASS_WORDS)
+FEATURE_WORDS = ("softcap", "alibi", "sinks", "tf32", *MASK_KINDS, "loose_mask", "dropout", "varlen", *PASS_WORDS)
 FAMILY_OPTIONS = {"bounded_left", *FEATURE_WORDS}  # in a key only where it is true
 SHAPE_OPTIONS = ("window_left", "window_right")  # in a key only where it is not 0
 FAMILY_KEYS = {"pass", "dtype", "head_dim", "head_dim_v", "bounded_right", "access"}

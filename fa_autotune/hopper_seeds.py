@@ -54,7 +54,7 @@ _WIDE_STAGES = [(2, 3), (2, 2), (1, 3)]  # DO_STAGES and DQ_STAGES, the fastest 
 def forward_seeds(family: AttentionFamily) -> list[HopperWsFwdConfig]:
     """Of `hopper_ws`, forward."""
     widest = max(padded_head_dim(family.head_dim), padded_head_dim(family.head_dim_v))
-    tiles = next(tiles for limit, tiles in _FORWARD if widest <= limit)
+    tiles = next((tiles for limit, tiles in _FORWARD if widest <= limit), _FORWARD[-1][1])
     return [
         HopperWsFwdConfig(
             SCHEDULE=schedule,

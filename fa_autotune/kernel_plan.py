@@ -13,10 +13,11 @@ from torch import Tensor
 
 from fa_autotune.backward_plan import Backward, BackwardCall, bind_backward
 from fa_autotune.bound_launch import bind
-from fa_autotune.errors import InvalidProblemError
-from fa_autotune.family import Access, AttentionFamily
+from fa_autotune.errors import InvalidProblemError, NoKernelError
+from fa_autotune.estimates import WIDEST_PIECE
+from fa_autotune.family import Access, AttentionFamily, Pass
 from fa_autotune.features import Features, sink_gradient, summed_like, window_diagonals
-from fa_autotune.live_kernels import INTERPRETER_INDEX, kernel_for
+from fa_autotune.live_kernels import INTERPRETER_INDEX, dispatcher_of, kernel_for
 from fa_autotune.problem import AttentionProblem, AttentionShape
 from fa_autotune.tensors import (
     ALIBI,
@@ -26,6 +27,7 @@ from fa_autotune.tensors import (
     OPEN,
     SEED,
     SINKS,
+    TF32,
     TOP_LEFT,
     UNORDERED,
     WINDOW,
@@ -73,6 +75,11 @@ class CallArguments(NamedTuple):
     dropout_p: float = 0.0
 
     @property
+    def runs(self) -> int:
+        """REFERENCE, GENERATED or UNORDERED."""
+        return self.backend & ~TF32
+
+    @property
     def window(self) -> tuple[int, int]:
         """Keys that a row sees before and after its own, OPEN for all."""
         if self.mask == WINDOW:
@@ -106,6 +113,21 @@ class CallArguments(NamedTuple):
 Call = tuple[float | None, int, int, int, int, int, float, float]
 
 
+def gradient_refusal(problem: AttentionProblem, index: int) -> str | None:
+    """Why no kernel of a GPU gives the gradients of a forward's call; asked for the head dims where that may be so."""
+    if max(problem.family.head_dim, problem.family.head_dim_v) <= WIDEST_PIECE:
+        return None
+    try:
+        for kernel_pass in (Pass.BWD_DKDV, Pass.BWD_DQ):
+            dispatcher_of(index).peek(problem.for_pass(kernel_pass))
+    except NoKernelError as error:
+        return (
+            f"{error}; gradients are served up to head_dim {WIDEST_PIECE} on every GPU: call this under "
+            "torch.no_grad(), or split the heads"
+        )
+    return None
+
+
 class KernelPlan:
     """How calls of one kind run on generated kernels."""
 
@@ -116,6 +138,7 @@ class KernelPlan:
         q_view, k_view, v_view = (heads_first(tensor, layout) for tensor in (q, k, v))
         batch_size, num_q_heads, seqlen_q, head_dim = q_view.shape
         _, num_kv_heads, seqlen_k, head_dim_v = v_view.shape
+        widest = max(head_dim, head_dim_v)
         self._scale = head_dim**-0.5 if arguments.softmax_scale is None else arguments.softmax_scale
         features, self._diagonal = arguments.features(seqlen_q, seqlen_k, extras)
         no_tensors: dict[str, Any] = dict.fromkeys(("alibi_slopes", "sinks", "attn_mask", "dropout_seed"))
@@ -142,6 +165,7 @@ class KernelPlan:
                 sinks=features.sinks is not None,
                 **mask_options(features.attn_mask, q.dtype),
                 dropout=features.dropout_seed is not None,
+                tf32=arguments.backend & TF32 != 0 and q.dtype is torch.float32 and widest <= WIDEST_PIECE,
                 access=access_of(q_view, k_view, v_view),
             ),
             shape=AttentionShape(
@@ -160,6 +184,7 @@ class KernelPlan:
         tensors = (q_view, k_view, v_view, heads_first(out, layout), lse, *more)
         numbers = (self._scale, self._diagonal, *self._features.numbers(self._problem.family))
         self._launch = bind(kernel_for(self._problem, self._index), tensors, *numbers)
+        self.gradient_refusal = gradient_refusal(self._problem, self._index)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *extras: Tensor | None) -> tuple[Tensor, Tensor]:
         """(out, lse), out dense in the call's layout."""
@@ -286,5 +311,5 @@ class KernelPlan:
             allocate=self._allocate,
             mask_gradient=needed[4],
         )
-        unordered = self.arguments.backend == UNORDERED
+        unordered = self.arguments.runs == UNORDERED
         return bind_backward(call, q, k, v, out, saved[4], d_out, dq, dk, dv, unordered=unordered), copies

@@ -136,8 +136,8 @@ class AttentionProblem:
 
         A word is causal, left=N or right=N (a window: so many keys before and after a row's own; causal is right=0),
         a dtype (bf16, fp16, fp32), an access (tma, aligned, any), a pass (fwd or one of the backward's, such as
-        bwd_dkdv), softcap, alibi, sinks, a mask (bool_mask, bias, wide_bias; and loose_mask), or unordered, which goes
-        with bwd_fused, and mask_gradient, which goes with bwd_dq.
+        bwd_dkdv), softcap, alibi, sinks, tf32 (with fp32), dropout, varlen, a mask (bool_mask, bias, wide_bias; and
+        loose_mask), or unordered, which goes with bwd_fused, and mask_gradient, which goes with bwd_dq.
 
         `AttentionProblem.parse("4x32x8x4096x4096x128,causal")` is Llama-like prefill in bfloat16. `×` may stand for x.
         A pass makes it that kernel's problem of the same call, as `for_pass` does.

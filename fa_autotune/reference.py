@@ -4,6 +4,7 @@ Tensors are (batch, heads, seqlen, head_dim) throughout. `diagonal` is None (no 
 i sees keys j <= i + diagonal; all else that a call may do to its scores is in `features`.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -108,6 +109,15 @@ def _log_sum_exp(scores: Tensor, features: Features) -> Tensor:
     if features.sinks is None:
         return lse
     return torch.logaddexp(lse, features.sinks.to(lse.dtype)[..., None])
+
+
+def cut_to_tf32(tensor: Tensor) -> Tensor:
+    """What tensor cores read of a float32 operand in tf32: 10 bits of its mantissa, the others cut off."""
+    return (tensor.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+def _as_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def attention_reference(
@@ -224,6 +234,7 @@ def backward_from_statistics(
     first_key: int = 0,
     dtype: torch.dtype | None = None,
     features: Features = NO_FEATURES,
+    tf32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and of what a mask adds, from what a backward kernel gets: lse, and delta = rowsum(d_out ∘
     out) − d_lse.
@@ -231,14 +242,15 @@ def backward_from_statistics(
     The last is (batch, num_q_heads, seqlen_q, seqlen_k).
 
     Products are computed and rounded in `dtype`, by default the reference precision; in the inputs' own, the result has
-    the error that plain torch makes. `first_row` and `first_key` are the positions of q's first row and k's first key:
-    dq of some rows needs all keys, dk and dv of some keys all rows.
+    the error that plain torch makes, and with `tf32` that of products in tf32. `first_row` and `first_key` are the
+    positions of q's first row and k's first key: dq of some rows needs all keys, dk and dv of some keys all rows.
     """
     dtype = dtype or reference_dtype(q.dtype)
     precise = torch.promote_types(dtype, torch.float32)
     group = q.shape[1] // k.shape[1]
-    q, d_out = q.to(dtype), d_out.to(dtype)
-    keys, values = (tensor.to(dtype).repeat_interleave(group, dim=1) for tensor in (k, v))
+    operand = cut_to_tf32 if tf32 else _as_is
+    q, d_out = operand(q.to(dtype)), operand(d_out.to(dtype))
+    keys, values = (operand(tensor.to(dtype)).repeat_interleave(group, dim=1) for tensor in (k, v))
     products = (q @ (keys * softmax_scale).transpose(-1, -2)).to(precise)
     scores, slope = _scored(products, features, first_row, first_key)
     weights = torch.exp(scores - torch.where(lse == float("-inf"), float("inf"), lse)[..., None])
@@ -246,7 +258,7 @@ def backward_from_statistics(
     if hidden is not None:
         weights = weights.masked_fill(hidden, 0.0)
     return _gradients(
-        q, keys, values, d_out, weights, delta, softmax_scale, group, slope, features, first_row, first_key
+        q, keys, values, d_out, weights, delta, softmax_scale, group, slope, features, first_row, first_key, operand
     )
 
 
@@ -263,15 +275,19 @@ def _gradients(
     features: Features,
     first_row: int,
     first_key: int,
+    operand: Callable[[Tensor], Tensor] = _as_is,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and of what is added to the scores; keys and values are repeated for the heads of a group,
-    their gradients are summed."""
+    their gradients are summed.
+
+    `operand` is done to what is computed here and multiplied again.
+    """
     d_weights = features.dropped((d_out @ values.transpose(-1, -2)).to(weights.dtype), first_row, first_key)
     d_bias = weights * (d_weights - delta[..., None])
     d_scores = d_bias * softmax_scale
-    d_scores = (d_scores if slope is None else d_scores * slope).to(q.dtype)
+    d_scores = operand((d_scores if slope is None else d_scores * slope).to(q.dtype))
     dk = d_scores.transpose(-1, -2) @ q
-    dv = features.dropped(weights, first_row, first_key).to(q.dtype).transpose(-1, -2) @ d_out
+    dv = operand(features.dropped(weights, first_row, first_key).to(q.dtype)).transpose(-1, -2) @ d_out
     heads = (keys.shape[0], keys.shape[1] // group, group)
     return d_scores @ keys, dk.view(*heads, *dk.shape[2:]).sum(2), dv.view(*heads, *dv.shape[2:]).sum(2), d_bias
 
@@ -326,10 +342,12 @@ def attention_same_precision(
     diagonal: int | None = None,
     first_row: int = 0,
     features: Features = NO_FEATURES,
+    tf32: bool = False,
 ) -> Tensor:
-    """The same computation in the inputs' own precision, scale applied to k: the error plain torch makes."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (tensor.repeat_interleave(group, dim=1) for tensor in (k, v))
+    """The same computation in the inputs' own precision, scale applied to k: the error plain torch makes, or with
+    `tf32` that of products in tf32."""
+    group, operand = q.shape[1] // k.shape[1], cut_to_tf32 if tf32 else _as_is
+    q, k, v = operand(q), *(operand(tensor).repeat_interleave(group, dim=1) for tensor in (k, v))
     scores, _ = _scored(q @ (k * softmax_scale).transpose(-1, -2), features, first_row)
     hidden = _hidden(scores, diagonal, features, first_row)
     if hidden is not None:
@@ -340,7 +358,7 @@ def attention_same_precision(
     weights = torch.softmax(scores, dim=-1)[..., : k.shape[2]]
     if hidden is not None:
         weights = weights.masked_fill(hidden.all(-1, keepdim=True), 0.0)
-    return features.dropped(weights, first_row) @ v
+    return operand(features.dropped(weights, first_row)) @ v
 
 
 def seeded_inputs(

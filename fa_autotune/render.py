@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from fa_autotune.config import config_key, config_label
 from fa_autotune.errors import TemplateError
-from fa_autotune.estimates import head_dim_pieces
-from fa_autotune.family import MAX_HEAD_DIM, DType, Pass
+from fa_autotune.estimates import WIDEST_PIECE, head_dim_pieces, part_columns, value_parts
+from fa_autotune.family import AttentionFamily, DType, Pass
 from fa_autotune.fused_workspace import DQ_LANES, PART_COLUMNS, ROWS_PER_TURN, STATISTIC_ROWS, fused_tile
 from fa_autotune.paths import templates_dir
 from fa_autotune.records import Candidate, CompileForm
@@ -67,6 +67,16 @@ def pieces(head_dim: int, widest: int) -> tuple[HeadDimPiece, ...]:
     return tuple(covered)
 
 
+def part_pieces(family: AttentionFamily, widest: int) -> tuple[HeadDimPiece, ...]:
+    """The tiles that cover a part of head_dim_v; `end` as in the last part, which may end before its tiles do."""
+    columns = part_columns(family)
+    last = family.head_dim_v - (value_parts(family) - 1) * columns
+    return tuple(
+        HeadDimPiece(start=piece.start, end=max(piece.start, min(piece.end, last)), width=piece.width)
+        for piece in pieces(columns, widest)
+    )
+
+
 def render(candidate: Candidate) -> KernelSource:
     """The generated module of a candidate; TemplateError if the template is missing or broken."""
     import jinja2  # noqa: PLC0415  only where a kernel must be rendered
@@ -80,7 +90,7 @@ def render(candidate: Candidate) -> KernelSource:
         )
     aligned = compile_form(family) is CompileForm.ALIGNED
     last = "" if aligned else "d"
-    widest = getattr(config, "HEAD_DIM_PIECE", MAX_HEAD_DIM)
+    widest = getattr(config, "HEAD_DIM_PIECE", WIDEST_PIECE)
     tile = fused_tile(family)
     axes_of = {
         name: (axes[1:] if family.varlen else axes) + last for name, axes in _STRIDES[family.kernel_pass].items()
@@ -95,7 +105,9 @@ def render(candidate: Candidate) -> KernelSource:
                 family=family,
                 config=config,
                 qk_pieces=pieces(columns[0], widest),
-                v_pieces=pieces(columns[1], widest),
+                v_pieces=pieces(columns[1], widest) if value_parts(family) == 1 else part_pieces(family, widest),
+                v_parts=value_parts(family),
+                v_part_columns=part_columns(family),
                 aligned=aligned,
                 strides=axes_of,
                 triton_dtype=_TRITON_DTYPES[family.dtype],

@@ -26,6 +26,7 @@ OPEN = -1  # size of a window's side that bounds nothing
 
 # What runs a call: plain torch, generated kernels, or those with a backward that may add up dq in any order.
 REFERENCE, GENERATED, UNORDERED = 0, 1, 2
+TF32 = 4  # added to one of the latter two: the operands of float32 products may be cut to tf32
 
 DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 
@@ -154,6 +155,15 @@ def _as_float(name: str, value: Any, off: str) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise InvalidProblemError(f"{name}={value!r} is not a number; {off}") from None
+
+
+def as_tf32(runs: int, fp32_precision: Any) -> int:
+    """What runs a call whose float32 products may be in tf32; InvalidProblemError for another precision."""
+    if not (isinstance(fp32_precision, str) and fp32_precision == "tf32"):
+        raise InvalidProblemError(
+            f'fp32_precision={fp32_precision!r} is not "ieee" or "tf32"; leave it out for float32 products in full'
+        )
+    return runs if runs == REFERENCE else runs | TF32
 
 
 def as_extras(

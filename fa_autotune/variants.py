@@ -1,6 +1,6 @@
 """The registry of variants: (pass, variant) → template, config dataclass, search space, and what it supports.
 
-What a config must keep is in `constraints`.
+What a config must keep is in `constraints`, and what a variant serves in `support`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,7 @@ from fa_autotune.constraints import (
     Check,
     Rejected,
 )
-from fa_autotune.device import INTERPRETER_ARCH, DeviceSpec
+from fa_autotune.device import DeviceSpec
 from fa_autotune.errors import UnsupportedError
 from fa_autotune.estimates import (
     canonical_piece,
@@ -47,15 +47,31 @@ from fa_autotune.estimates import (
     padded_head_dim,
     whole_smem_bytes,
 )
-from fa_autotune.family import Access, AttentionFamily, DType, Pass
-from fa_autotune.fused_workspace import PART_ROWS, WIDEST_SHARED, fused_tile, is_wide
+from fa_autotune.family import Access, AttentionFamily, Pass
 from fa_autotune.hopper_seeds import forward_seeds, fused_seeds, wide_seeds
 from fa_autotune.problem import AttentionProblem, AttentionShape
 from fa_autotune.records import Candidate, CompileForm, Variant
+from fa_autotune.support import (
+    beside_fused_supports,
+    fused_supports,
+    hopper_forward_supports,
+    portable_supports,
+    tma_backward_supports,
+    tma_supports,
+    wide_supports,
+)
+from fa_autotune.tiles import (
+    BACKWARD_SEEDS,
+    BACKWARD_SEEDS_BY_WARP,
+    PORTABLE_SMEM_BYTES,
+    TMA_SMEM_BYTES,
+    Tile,
+    is_wide_head,
+    tf32_tiles,
+    wide_default_tiles,
+    wide_seed_tiles,
+)
 
-MIN_TRITON = (3, 6)
-GLUON_TRITONS = ((3, 6), (3, 7))
-WIDEST_WITH_LEFT_WINDOW = 192  # head_dim_v of the Hopper forward; wider ones spill in their loops
 _MOST_SPECIALISED_FIRST = (Variant.HOPPER_WIDE, Variant.HOPPER_WS, Variant.TMA, Variant.PORTABLE)
 _SMALL_SPACE = 16_384  # points that a search may look at one by one before it starts
 _DEFAULT_SMEM_BYTES = 62 * 1024  # 64 KB less what the compiler adds: barriers, layout changes
@@ -177,13 +193,15 @@ def rejection(candidate: Candidate, shape: AttentionShape | None, device: Device
 
 
 def default_config(spec: VariantSpec, family: AttentionFamily, arch: str) -> KernelConfig:
-    """An untuned config. It fits 64 KB of shared memory, or what their GPUs have: kernels in Gluon, and a backward's
-    through descriptors."""
+    """An untuned config. It fits 64 KB of shared memory, or what their GPUs have: kernels in Gluon, a backward's
+    through descriptors, and forwards of head dims above 256 or in tf32."""
     if spec.kernel_pass in _UNTILED_SEEDS:
         return spec.config(**_UNTILED_SEEDS[spec.kernel_pass][0])
     if spec.variant.is_gluon:
         return _gluon_seeds(spec, family)[0]
     columns = padded_head_dim(family.head_dim) + padded_head_dim(family.head_dim_v)
+    if is_wide_head(family) or family.tf32:
+        return _wide_default(spec, family, arch)
     if multiplies_by_fma(family, arch):
         # What hardly spills with 32 rows.
         widest = 96 if (family.bounded_left or family.varlen) and family.access is Access.ANY else 256
@@ -203,6 +221,18 @@ def default_config(spec: VariantSpec, family: AttentionFamily, arch: str) -> Ker
     raise AssertionError(f"no default tile fits {family}")  # 64×16 in one stage fits head dim 256
 
 
+def _wide_default(spec: VariantSpec, family: AttentionFamily, arch: str) -> KernelConfig:
+    """For rows of so many bytes that a forward's fill 64 KB."""
+    by_descriptors = spec.variant is Variant.TMA and is_wide_head(family)
+    if is_wide_head(family):
+        tiles, piece = wide_default_tiles(family, arch, by_descriptors=by_descriptors)
+    else:
+        tiles, piece = tf32_tiles(family, arch)
+    configs = [_tiled(spec, family, tile, piece) for tile in tiles]
+    limit = TMA_SMEM_BYTES if by_descriptors else PORTABLE_SMEM_BYTES
+    return next((config for config in configs if whole_smem_bytes(family, config) <= limit), configs[-1])
+
+
 def seed_configs(spec: VariantSpec, family: AttentionFamily, arch: str) -> Sequence[KernelConfig]:
     """Configs worth trying first: the default, and tiles that were fast for such head dims."""
     if spec.kernel_pass in _UNTILED_SEEDS:
@@ -212,11 +242,16 @@ def seed_configs(spec: VariantSpec, family: AttentionFamily, arch: str) -> Seque
     default = default_config(spec, family, arch)
     wide = 2 * max(padded_head_dim(family.head_dim), padded_head_dim(family.head_dim_v))
     piece = 256
+    if is_wide_head(family):
+        return [default, *(_tiled(spec, family, tile, piece) for tile, piece in wide_seed_tiles(family, arch))]
+    if family.tf32:
+        tiles, piece = tf32_tiles(family, arch)
+        return [default, *(_tiled(spec, family, tile, piece) for tile in tiles)]
     if multiplies_by_fma(family, arch):
         piece = 32
         tiles = [(32, 32, 8, 1), (32, 16, 8, 1), (64, 32, 8, 1), (16, 16, 4, 1)]
     elif spec.kernel_pass is not Pass.FWD:
-        seeds = _SEEDS_BY_WARP if multiplies_by_warp(arch) else _SEEDS
+        seeds = BACKWARD_SEEDS_BY_WARP if multiplies_by_warp(arch) else BACKWARD_SEEDS
         tiles = seeds[spec.kernel_pass][0 if wide <= 128 else 1 if wide <= 256 else 2]
     elif multiplies_by_warp(arch):
         piece = 64
@@ -251,37 +286,7 @@ def _gluon_seeds(spec: VariantSpec, family: AttentionFamily) -> Sequence[KernelC
     return fused_seeds(family) if spec.kernel_pass is Pass.BWD_FUSED else forward_seeds(family)
 
 
-_Tile = tuple[int, int, int, int]  # rows that a program owns, rows that its loop brings in, num_warps, num_stages
-
-# Backward tiles for head dims up to 64, up to 128, and wider; dk and dv together hold twice dq's accumulators.
-_SEEDS: dict[Pass, list[list[_Tile]]] = {
-    Pass.BWD_DKDV: [
-        [(64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 3), (64, 32, 4, 2), (64, 64, 8, 2), (128, 128, 8, 2)],
-        [(64, 32, 4, 2), (64, 64, 8, 2), (128, 32, 8, 2), (64, 64, 4, 1), (64, 32, 8, 2), (64, 64, 4, 2)],
-        [(64, 32, 8, 2), (64, 16, 8, 2), (64, 32, 8, 1), (32, 32, 8, 2)],
-    ],
-    Pass.BWD_DQ: [
-        [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 128, 4, 2), (128, 128, 8, 2), (128, 64, 4, 2)],
-        [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (64, 32, 4, 3), (64, 64, 4, 1)],
-        [(64, 32, 8, 2), (64, 32, 4, 2), (128, 32, 8, 1), (64, 64, 8, 1)],
-    ],
-}
-# The same where a matrix instruction belongs to one warp and every operand passes through its registers.
-_SEEDS_BY_WARP: dict[Pass, list[list[_Tile]]] = {
-    Pass.BWD_DKDV: [
-        [(64, 32, 4, 2), (64, 32, 8, 2), (32, 64, 4, 2), (64, 64, 8, 1), (32, 64, 8, 2)],
-        [(64, 32, 8, 1), (64, 16, 8, 2), (32, 32, 4, 2), (32, 64, 8, 1)],
-        [(32, 32, 8, 2), (16, 64, 8, 1), (16, 32, 4, 1)],
-    ],
-    Pass.BWD_DQ: [
-        [(64, 64, 4, 2), (64, 32, 4, 2), (64, 64, 8, 2), (64, 32, 4, 3)],
-        [(64, 32, 4, 1), (64, 32, 8, 2), (64, 64, 8, 1), (64, 16, 4, 2)],
-        [(32, 32, 8, 2), (64, 16, 8, 2), (16, 32, 4, 1)],
-    ],
-}
-
-
-def _backward_default(spec: VariantSpec, family: AttentionFamily, arch: str, columns: int) -> _Tile:
+def _backward_default(spec: VariantSpec, family: AttentionFamily, arch: str, columns: int) -> Tile:
     """A large tile among those that hardly spill on their archs, for head dims of so many columns together."""
     is_dkdv = spec.kernel_pass is Pass.BWD_DKDV
     is_heavy = family.dropout or family.has_mask  # random bits and a mask's tile take registers beside the products
@@ -305,7 +310,7 @@ def _backward_default(spec: VariantSpec, family: AttentionFamily, arch: str, col
     return (32, 32, 8, 2) if columns <= 320 else (16, 32, 4, 1)
 
 
-def _tiled(spec: VariantSpec, family: AttentionFamily, tile: _Tile, widest: int) -> KernelConfig:
+def _tiled(spec: VariantSpec, family: AttentionFamily, tile: Tile, widest: int) -> KernelConfig:
     """A config by what a program owns and what its loop brings in: queries and keys, or for dk and dv the reverse."""
     owned, streamed, num_warps, num_stages = tile
     block_m, block_n = (streamed, owned) if spec.kernel_pass is Pass.BWD_DKDV else (owned, streamed)
@@ -318,108 +323,7 @@ def _tiled(spec: VariantSpec, family: AttentionFamily, tile: _Tile, widest: int)
     )
 
 
-# --- what serves what -------------------------------------------------------------------------------------------------
-
-
-def _portable_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
-    if triton_version < MIN_TRITON:
-        return f"needs Triton {'.'.join(map(str, MIN_TRITON))} or newer, not {'.'.join(map(str, triton_version))}"
-    if arch.startswith("sm_"):
-        capability = int(arch.removeprefix("sm_"))
-        if capability < 75:
-            return f"Triton compiles for sm_75 and newer, not {arch}"
-        if capability < 80 and family.dtype is DType.BFLOAT16:
-            return f"bfloat16 matrix products need sm_80, not {arch}; use float16"
-        return None
-    return (
-        None if arch.startswith("gfx9") or arch == INTERPRETER_ARCH else f"{arch} is not a GPU that Triton compiles for"
-    )
-
-
-def _tma_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
-    if arch != INTERPRETER_ARCH and not (arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 90):
-        return f"tensor descriptors need sm_90 or newer, not {arch}"
-    if family.access is not Access.TMA:
-        return f"tensor descriptors can't read these pointers and strides (access={family.access.value})"
-    if family.dtype is DType.FLOAT32:
-        return "float32 products run on the FMA units, where tiles from descriptors spill; the portable variant serves"
-    if family.varlen:
-        return (
-            "a descriptor's tile reads on past the end of a sequence, where another's values may be NaN or Inf; the "
-            "portable variant serves"
-        )
-    if family.dropout and family.bounded_left and family.kernel_pass is not Pass.BWD_DKDV:
-        return "dropout wants whole 16 keys, and descriptors would read some that no row sees; the portable one serves"
-    return _portable_supports(family, arch, triton_version)
-
-
-def _hopper_ws_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
-    if arch != "sm_90":
-        return f"its asynchronous matrix products (wgmma) are sm_90's alone, {arch} has none"
-    if triton_version not in GLUON_TRITONS:
-        known = " and ".join(f"{major}.{minor}" for major, minor in GLUON_TRITONS)
-        return (
-            f"Gluon's calls move between releases; written for Triton {known}, not {'.'.join(map(str, triton_version))}"
-        )
-    if family.access is not Access.TMA:
-        return f"tensor descriptors can't read these pointers and strides (access={family.access.value})"
-    if family.dtype is DType.FLOAT32:
-        return "wgmma multiplies no float32 in ieee precision; the portable variant serves"
-    return None
-
-
-_NEVER_IN_GLUON = {"has_mask": "attn_mask", "dropout": "dropout"}  # property of a family: in words
-
-
-def _hopper_forward_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
-    if reason := _hopper_ws_supports(family, arch, triton_version):
-        return reason
-    if family.bounded_left and family.head_dim_v > WIDEST_WITH_LEFT_WINDOW:
-        return (
-            f"both edges of a window need registers that head_dim_v={family.head_dim_v} does not leave, "
-            f"{WIDEST_WITH_LEFT_WINDOW} at most does; the tma variant serves"
-        )
-    found = [words for name, words in _NEVER_IN_GLUON.items() if getattr(family, name)]
-    return f"it knows no {' and no '.join(found)}; the tma and portable variants serve" if found else None
-
-
-def _unknown_to_fused(family: AttentionFamily) -> str | None:
-    """What the fused backwards, and the kernels beside them, do not know yet."""
-    lacks = {"alibi": "ALiBi", "varlen": "sequences in a row"} | _NEVER_IN_GLUON
-    found = [words for name, words in lacks.items() if getattr(family, name)]
-    others = "portable variant serves" if family.varlen else "tma and portable variants serve"
-    return f"it knows no {' and no '.join(found)}; the {others}" if found else None
-
-
-def _fused_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
-    if is_wide(family):
-        widest = max(family.head_dim, family.head_dim_v)
-        return f"its warpgroups share out dk and dv up to head_dim {WIDEST_SHARED}, not {widest}; hopper_wide serves"
-    narrow = fused_tile(family).block_m > PART_ROWS
-    if family.unordered and family.softcap and family.bounded_left and narrow and family.dtype is DType.FLOAT16:
-        return "a window of capped scores in float16 spills where dq is added in any order; in order it is served"
-    return _hopper_ws_supports(family, arch, triton_version) or _unknown_to_fused(family)
-
-
-def _wide_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
-    if not is_wide(family):
-        return f"it is for head dims above {WIDEST_SHARED}; hopper_ws serves"
-    return _hopper_ws_supports(family, arch, triton_version) or _unknown_to_fused(family)
-
-
-def _beside_fused_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
-    """The kernels before and after the fused one serve where it may be; the interpreter tests them alone."""
-    if arch not in ("sm_90", INTERPRETER_ARCH):
-        return f"it goes with the fused kernel, which is for sm_90, not {arch}"
-    if family.dtype is DType.FLOAT32:
-        return "it goes with the fused kernel, which multiplies no float32"
-    return _portable_supports(family, arch, triton_version) or _unknown_to_fused(family)
-
-
-def _tma_backward_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
-    if multiplies_by_warp(arch):
-        return f"on {arch} a backward keeps the tiles of descriptors in registers, and spills; the portable one serves"
-    return _tma_supports(family, arch, triton_version)
+# --- knobs, and the registry ------------------------------------------------------------------------------------------
 
 
 _FORWARD_KNOBS = (
@@ -486,7 +390,7 @@ def _backward(kernel_pass: Pass, variant: Variant, config_type: type[KernelConfi
         config_type=config_type,
         knobs=(*_BACKWARD_KNOBS, _SPLIT_OUTPUTS) if config_type is TmaBwdDkDvConfig else _BACKWARD_KNOBS,
         constraints=BACKWARD_CONSTRAINTS,
-        supports=_tma_backward_supports if variant is Variant.TMA else _portable_supports,
+        supports=tma_backward_supports if variant is Variant.TMA else portable_supports,
     )
 
 
@@ -498,7 +402,7 @@ VARIANTS: tuple[VariantSpec, ...] = (
         config_type=PortableFwdConfig,
         knobs=_FORWARD_KNOBS,
         constraints=FORWARD_CONSTRAINTS,
-        supports=_portable_supports,
+        supports=portable_supports,
     ),
     VariantSpec(
         kernel_pass=Pass.FWD,
@@ -507,7 +411,7 @@ VARIANTS: tuple[VariantSpec, ...] = (
         config_type=TmaFwdConfig,
         knobs=(*_FORWARD_KNOBS, Knob(name="STORE_BY_TMA", values=(False, True))),
         constraints=FORWARD_CONSTRAINTS,
-        supports=_tma_supports,
+        supports=tma_supports,
     ),
     VariantSpec(
         kernel_pass=Pass.FWD,
@@ -516,7 +420,7 @@ VARIANTS: tuple[VariantSpec, ...] = (
         config_type=HopperWsFwdConfig,
         knobs=_HOPPER_KNOBS,
         constraints=HOPPER_CONSTRAINTS,
-        supports=_hopper_forward_supports,
+        supports=hopper_forward_supports,
         canonical=_canonical_hopper,
     ),
     VariantSpec(
@@ -529,7 +433,7 @@ VARIANTS: tuple[VariantSpec, ...] = (
             Knob(name="num_warps", values=(1, 2, 4, 8), ordinal=True),
         ),
         constraints=DELTA_CONSTRAINTS,
-        supports=_portable_supports,
+        supports=portable_supports,
     ),
     _backward(Pass.BWD_DKDV, Variant.PORTABLE, PortableBwdDkDvConfig),
     _backward(Pass.BWD_DKDV, Variant.TMA, TmaBwdDkDvConfig),
@@ -545,7 +449,7 @@ VARIANTS: tuple[VariantSpec, ...] = (
             Knob(name="num_warps", values=(1, 2, 4, 8), ordinal=True),
         ),
         constraints=PREPROCESS_CONSTRAINTS,
-        supports=_beside_fused_supports,
+        supports=beside_fused_supports,
     ),
     VariantSpec(
         kernel_pass=Pass.BWD_FUSED,
@@ -554,7 +458,7 @@ VARIANTS: tuple[VariantSpec, ...] = (
         config_type=HopperWsBwdConfig,
         knobs=_FUSED_KNOBS,
         constraints=FUSED_CONSTRAINTS,
-        supports=_fused_supports,
+        supports=fused_supports,
     ),
     VariantSpec(
         kernel_pass=Pass.BWD_FUSED,
@@ -563,7 +467,7 @@ VARIANTS: tuple[VariantSpec, ...] = (
         config_type=HopperWideBwdConfig,
         knobs=_WIDE_KNOBS,
         constraints=WIDE_CONSTRAINTS,
-        supports=_wide_supports,
+        supports=wide_supports,
     ),
     VariantSpec(
         kernel_pass=Pass.BWD_POSTPROCESS,
@@ -572,7 +476,7 @@ VARIANTS: tuple[VariantSpec, ...] = (
         config_type=BwdPostprocessConfig,
         knobs=(Knob(name="num_warps", values=(2, 4, 8), ordinal=True),),
         constraints=POSTPROCESS_CONSTRAINTS,
-        supports=_beside_fused_supports,
+        supports=beside_fused_supports,
     ),
 )
 

@@ -23,6 +23,7 @@ from fa_autotune.tensors import (
     as_heads_numbers,
     as_scale,
     as_softcap,
+    as_tf32,
     check_tensor,
     mask_of,
 )
@@ -60,6 +61,7 @@ def attention_varlen(
     return_lse: bool = False,
     deterministic: bool = True,
     backend: str = "generated",
+    fp32_precision: str = "ieee",
 ) -> Any:
     """`attention` of each of many sequences, which see nothing of one another; gives out, or (out, lse).
 
@@ -69,9 +71,9 @@ def attention_varlen(
     cu_seqlens_k[b] … cu_seqlens_k[b + 1] − 1. Either may be none, and a row without keys gives 0. Rows after the last
     sequence belong to none: their out and gradients are 0, their lse −inf, whatever they hold.
 
-    causal, window_size, softcap, alibi_slopes and sinks mean for each sequence what they mean in `attention`, aligned
-    bottom-right; alibi_slopes may be (sequences, num_q_heads). max_seqlen_q and max_seqlen_k are taken for
-    compatibility and never read: they may be numbers, tensors or left out. return_lse: also the natural-log
+    causal, window_size, softcap, alibi_slopes, sinks and fp32_precision mean for each sequence what they mean in
+    `attention`, aligned bottom-right; alibi_slopes may be (sequences, num_q_heads). max_seqlen_q and max_seqlen_k are
+    taken for compatibility and never read: they may be numbers, tensors or left out. return_lse: also the natural-log
     log-sum-exp, fp32 (num_q_heads, total_q), differentiable. Results and gradients are bit-for-bit repeatable, also
     with deterministic=False.
 
@@ -94,6 +96,8 @@ def attention_varlen(
         raise InvalidProblemError(f'backend={backend!r} is not "generated" or "reference"; leave it out for kernels')
     check_lengths(max_seqlen_q, max_seqlen_k)
     runs = REFERENCE if backend == "reference" else GENERATED
+    if fp32_precision != "ieee":
+        runs = as_tf32(runs, fp32_precision)
     call = varlen_call(softmax_scale, causal, window_size, softcap, runs)
     tensors = varlen_tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks)
     return attend_varlen(tensors, call, return_lse)
@@ -193,6 +197,8 @@ class _VarlenAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, with_lse: bool, *tensors: Tensor | None) -> Any:
+        if plan.gradient_refusal:
+            raise UnsupportedError(plan.gradient_refusal)
         call = VarlenTensors(*tensors)  # type: ignore[arg-type]
         out, lse = plan.forward(call)
         ctx.save_for_backward(*tensors, out, lse)
@@ -236,6 +242,8 @@ class _PackedVarlenAttention(torch.autograd.Function):
     ) -> Any:
         tensors = VarlenTensors(*packed_parts(q, packed), cu_seqlens_q, cu_seqlens_k)
         plan = varlen_plan_of(tensors, call)
+        if plan.gradient_refusal:
+            raise UnsupportedError(plan.gradient_refusal)
         out, lse = plan.forward(tensors)
         ctx.save_for_backward(q, packed, cu_seqlens_q, cu_seqlens_k, out, lse)
         ctx.set_materialize_grads(False)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.sequences import Sequences
-from fa_autotune.tensors import GENERATED
+from fa_autotune.tensors import GENERATED, TF32
 from fa_autotune.varlen_calls import varlen_plan_of
 from fa_autotune.varlen_plan import VarlenTensors
 from fa_autotune.workload import seeded_features
@@ -39,7 +39,8 @@ def backward_in_a_row(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor
     starts_q, starts_k = lengths_of(problem, q.device)
     q_rows, k_rows, v_rows = rows
     tensors = VarlenTensors(q_rows, k_rows, v_rows, starts_q, starts_k, features.alibi_slopes, sinks)
-    plan = varlen_plan_of(tensors, (None, *problem.window, features.softcap, GENERATED))
+    runs = GENERATED | TF32 if problem.family.tf32 else GENERATED
+    plan = varlen_plan_of(tensors, (None, *problem.window, features.softcap, runs))
     out, lse = plan.forward(tensors)
     return partial(plan.backward, tensors, out, lse, torch.randn_like(out), None, (True, True, True, sinks is not None))
 

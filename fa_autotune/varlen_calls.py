@@ -35,9 +35,10 @@ _plans: dict[tuple[Any, ...], "Plan"] = {}
 
 
 class Plan(Protocol):
-    """How calls of one kind run."""
+    """How calls of one kind run. `gradient_refusal` says why none of them can be differentiated, where that is so."""
 
     arguments: VarlenArguments
+    gradient_refusal: str | None
 
     def forward(self, tensors: VarlenTensors) -> tuple[Tensor, Tensor]:
         """(out, lse): out (total_q, num_q_heads, head_dim_v) contiguous, lse fp32 (num_q_heads, total_q)."""
@@ -200,9 +201,9 @@ def _new_plan(tensors: VarlenTensors, arguments: VarlenArguments) -> Plan:
         return _EmptyPlan(arguments)
     if scale is not None and not MIN_SCALE <= scale <= MAX_SCALE:
         return _SignPlan(arguments, scale)
-    if arguments.backend != REFERENCE and runs_kernels(tensors.q):
+    if arguments.runs != REFERENCE and runs_kernels(tensors.q):
         return VarlenPlan(_within_reach(arguments), tensors)
-    if arguments.backend != REFERENCE:
+    if arguments.runs != REFERENCE:
         with _lock:  # once, however many threads come first
             tell_of_reference()
     return _ReferencePlan(arguments)
@@ -232,6 +233,8 @@ def _zeros_where(needed: Needed, tensors: VarlenTensors) -> tuple[Tensor | None,
 class _EmptyPlan:
     """No sequence, or no head: rows of none."""
 
+    gradient_refusal: str | None = None
+
     def __init__(self, arguments: VarlenArguments) -> None:
         self.arguments = arguments
 
@@ -255,6 +258,8 @@ class _EmptyPlan:
 
 class _SignPlan:
     """Kernels fold the scale into an fp32 exponent, where it must be positive: a sign, or a zero, is moved into q."""
+
+    gradient_refusal: str | None = None
 
     def __init__(self, arguments: VarlenArguments, scale: float) -> None:
         self.arguments = arguments
@@ -287,6 +292,8 @@ class _SignPlan:
 
 class _ReferencePlan:
     """Plain torch, sequence by sequence: exact and slow, and it waits for the device."""
+
+    gradient_refusal: str | None = None
 
     def __init__(self, arguments: VarlenArguments) -> None:
         self.arguments = arguments

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from fa_autotune.bound_launch import Counts, bind_varlen
 from fa_autotune.errors import InvalidProblemError
+from fa_autotune.estimates import WIDEST_PIECE
 from fa_autotune.family import Access, AttentionFamily, Pass
 from fa_autotune.features import Features, sink_gradient
+from fa_autotune.kernel_plan import gradient_refusal
 from fa_autotune.live_kernels import INTERPRETER_INDEX, kernel_for
 from fa_autotune.problem import AttentionProblem, varlen_shape
-from fa_autotune.tensors import DTYPES, OPEN, access_of, allocator
+from fa_autotune.tensors import DTYPES, OPEN, TF32, access_of, allocator
 
 MAX_REMEMBERED_BACKWARDS = 16  # of one kind of call: one for each way that its gradient lies in memory
 
@@ -40,6 +42,11 @@ class VarlenArguments(NamedTuple):
     window_right: int
     softcap: float
     backend: int
+
+    @property
+    def runs(self) -> int:
+        """REFERENCE or GENERATED."""
+        return self.backend & ~TF32
 
     @property
     def diagonals(self) -> tuple[int | None, int | None]:
@@ -89,6 +96,7 @@ class VarlenPlan:
         self._heads, self._columns = q.shape[1], v.shape[2]
         self._scale = q.shape[2] ** -0.5 if arguments.softmax_scale is None else arguments.softmax_scale
         left_diagonal, self._diagonal = arguments.diagonals
+        has_tf32 = q.dtype is torch.float32 and max(q.shape[2], v.shape[2]) <= WIDEST_PIECE
         # No tensor of a call is kept.
         self._features = Features(left_diagonal=left_diagonal, softcap=arguments.softcap)
         self._problem = AttentionProblem(
@@ -101,6 +109,7 @@ class VarlenPlan:
                 softcap=arguments.softcap != 0.0,
                 alibi=tensors.alibi_slopes is not None,
                 sinks=tensors.sinks is not None,
+                tf32=has_tf32 and arguments.backend & TF32 != 0,
                 varlen=True,
                 access=access_of(*map(rows_last, (q, k, v))),
             ),
@@ -114,6 +123,7 @@ class VarlenPlan:
         self._backwards: dict[tuple[Any, ...], tuple[_Backward, bool]] = {}
         out, lse = self._sketches(tensors.counts)
         self._launch = self._bound(Pass.FWD, self._problem.family.access, tensors, q, k, v, out, lse)
+        self.gradient_refusal = gradient_refusal(self._problem, self._index)
 
     def forward(self, tensors: VarlenTensors) -> tuple[Tensor, Tensor]:
         """(out, lse), both contiguous."""

@@ -80,12 +80,13 @@ def varlen_reference(q: Tensor, k: Tensor, v: Tensor, call: VarlenCall) -> tuple
     return out, lse
 
 
-def varlen_same_precision(q: Tensor, k: Tensor, v: Tensor, call: VarlenCall) -> Tensor:
-    """out in the inputs' own precision: the error that plain torch makes."""
+def varlen_same_precision(q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, *, tf32: bool = False) -> Tensor:
+    """out in the inputs' own precision: the error that plain torch makes, or with `tf32` that of products in tf32."""
     out = v.new_zeros((*q.shape[:3], v.shape[3]))
     for rows, keys, told in call.parts():
         if keys.stop > keys.start:
-            out[:, :, rows] = attention_same_precision(q[:, :, rows], k[:, :, keys], v[:, :, keys], **told)
+            parts = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+            out[:, :, rows] = attention_same_precision(*parts, **told, tf32=tf32)
     return out
 
 
@@ -112,15 +113,17 @@ def varlen_gradients_from_statistics(
     call: VarlenCall,
     *,
     dtype: torch.dtype | None = None,
+    tf32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from what a backward kernel gets, computed and rounded in `dtype`."""
+    """Gradients of q, k and v from what a backward kernel gets, computed and rounded in `dtype`; `tf32` as in
+    `gradients_from_statistics`."""
     dtype = dtype or reference_dtype(q.dtype)
     dq, dk, dv = (tensor.new_zeros(tensor.shape, dtype=dtype) for tensor in (q, k, v))
     for rows, keys, told in call.parts():
         if keys.stop > keys.start:
             of_rows = (tensor[:, :, rows] for tensor in (d_out, lse, delta))
             found = gradients_from_statistics(
-                q[:, :, rows], k[:, :, keys], v[:, :, keys], *of_rows, **told, dtype=dtype
+                q[:, :, rows], k[:, :, keys], v[:, :, keys], *of_rows, **told, dtype=dtype, tf32=tf32
             )
             dq[:, :, rows], dk[:, :, keys], dv[:, :, keys] = found
     return dq, dk, dv

@@ -11,7 +11,7 @@ result must follow the rule.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from math import prod
@@ -20,6 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa_autotune.expectations import (
+    MAX_ERROR_FACTOR,
+    STATISTIC_TOLERANCE,
+    Expectation,
+    ExpectedDelta,
+    ExpectedLse,
+    ExpectedNumbers,
+    ExpectedStatistics,
+    ExpectedZeros,
+    WorstErrors,
+    largest,
+    unwritten,
+)
 from fa_autotune.family import KEYLESS_PASSES, AttentionFamily, DType, Pass
 from fa_autotune.features import Features, seeing_rows, seen_keys
 from fa_autotune.probes import Probe
@@ -31,6 +44,7 @@ from fa_autotune.reference import (
     attention_reference,
     attention_same_precision,
     backward_from_statistics,
+    cut_to_tf32,
 )
 from fa_autotune.sequences import Sequences
 from fa_autotune.varlen_reference import varlen_gradients_from_statistics, varlen_reference, varlen_same_precision
@@ -47,10 +61,7 @@ from fa_autotune.workload import (
 
 Kernel = Callable[..., None]  # takes what `launch.LoadedKernel` takes for its pass, and writes the outputs among it
 
-MAX_ERROR_FACTOR = 2.0
 LENIENT_GRADIENT_FACTOR = 3.0
-MEAN_ERROR_FACTOR = 1.5
-STATISTIC_TOLERANCE = 1e-5
 BIAS_ERROR = 2.0**-22  # of the largest bias: fp32 roundings of a slope, of its product and of the sum
 TANH_ERROR = 2.0**-11  # the largest relative one of tanh.approx.f32 (PTX ISA), which kernels may cap scores with
 CANARY_ROWS = 3  # rows of the output's storage before and after it that must stay untouched
@@ -64,7 +75,7 @@ def verify(
     kernel: Kernel, family: AttentionFamily, probe_list: Sequence[Probe], device: torch.device
 ) -> AccuracyReport:
     """Run a kernel on every probe, twice, and compare with the reference. Launch errors propagate."""
-    worst = _Worst()
+    worst = WorstErrors()
     for probe in probe_list:
         workload, expected = _expected(family, probe, str(device))
         first, *others = _launched(kernel, workload)
@@ -99,7 +110,7 @@ def verify_sampled(
         sequences=Sequences.equal(problem.shape) if problem.family.varlen else None,
     )
     first, second = islice(_launched(kernel, workload), 2)
-    worst = _Worst()
+    worst = WorstErrors()
     worst.failures += [*first.damage(), *first.differences(second)]
     results = _results(workload, first.tensors)
     if problem.family.kernel_pass in (Pass.BWD_PREPROCESS, Pass.BWD_POSTPROCESS):  # whose reference is as cheap
@@ -108,7 +119,7 @@ def verify_sampled(
         return worst.report(1)
     for output, value in zip(workload.outputs, results, strict=True):
         if output.name != "lse" and not torch.isfinite(value).all():
-            worst.failures.append(_unwritten(output.name))
+            worst.failures.append(unwritten(output.name))
     if workload.sequences is not None:
         workload, results = _as_batch(workload, results)
     count = 0
@@ -198,148 +209,11 @@ def _launched(kernel: Kernel, workload: Workload) -> Iterator[_Outputs]:
         yield outputs
 
 
-def _unwritten(name: str) -> str:
-    return f"{name} was left unwritten or is not finite"
-
-
 # --- what is expected -------------------------------------------------------------------------------------------------
 
 
-class _Worst:
-    """Collects the largest errors over probes."""
-
-    def __init__(self) -> None:
-        self.max_error = self.max_ratio = self.mean_ratio = self.lse_error = 0.0
-        self.failures: list[str] = []
-
-    def add(
-        self, *, max_error: float = 0.0, max_ratio: float = 0.0, mean_ratio: float = 0.0, lse_error: float = 0.0
-    ) -> None:
-        self.max_error = max(self.max_error, max_error)
-        self.max_ratio = max(self.max_ratio, max_ratio)
-        self.mean_ratio = max(self.mean_ratio, mean_ratio)
-        self.lse_error = max(self.lse_error, lse_error)
-
-    def report(self, count: int) -> AccuracyReport:
-        return AccuracyReport(
-            max_error=self.max_error,
-            max_error_ratio=self.max_ratio,
-            mean_error_ratio=self.mean_ratio,
-            lse_error=self.lse_error,
-            probes=count,
-            failures=tuple(self.failures),
-        )
-
-
-@dataclass(slots=True, kw_only=True)
-class _Numbers:
-    """An output that follows the numerics rule. `zero` marks rows that must be exactly 0, `why` says which they are."""
-
-    name: str
-    ref: Tensor
-    pt: Tensor
-    zero: Tensor
-    why: str
-    factor: float = MAX_ERROR_FACTOR
-
-    def failures(self, written: Tensor, worst: _Worst) -> Iterator[str]:
-        """What is wrong with an output."""
-        value = written.to(self.ref.dtype)
-        if not torch.isfinite(value).all():
-            yield _unwritten(self.name)
-            return
-        if (value[self.zero] != 0).any():
-            yield f"{self.name}: {self.why} are not exactly 0"
-        error, pt_error = (value - self.ref).abs(), (self.pt.to(self.ref.dtype) - self.ref).abs()
-        roundings = _roundings(self.ref, written.dtype)
-        allowed = self.factor * (pt_error.max().item() + roundings.max().item())
-        # GPUs' exp2 is good to two units in the last place, its argument to half a one of a larger number: in fp32 that
-        # shows, in 16 bits it does not.
-        units = 4 if written.dtype is torch.float32 else 1
-        mean_allowed = MEAN_ERROR_FACTOR * pt_error.mean().item() + units * roundings.mean().item()
-        max_error, mean_error = error.max().item(), error.mean().item()
-        worst.add(
-            max_error=max_error,
-            max_ratio=_ratio(max_error, allowed),
-            mean_ratio=_ratio(mean_error, mean_allowed),
-        )
-        if max_error > allowed:
-            yield f"{self.name} error {max_error:.3g} > {allowed:.3g} (plain torch errs by {pt_error.max().item():.3g})"
-        elif mean_error > mean_allowed:
-            yield f"{self.name} mean error {mean_error:.3g} > {mean_allowed:.3g}"
-
-
-@dataclass(slots=True, kw_only=True)
-class _Lse:
-    """The forward's lse: close, absolutely or relatively, and −inf exactly where a row sees no key."""
-
-    ref: Tensor
-    tolerance: float
-
-    def failures(self, written: Tensor, worst: _Worst) -> Iterator[str]:
-        """What is wrong with an output."""
-        if not torch.equal(written == float("-inf"), self.ref == float("-inf")):
-            yield "lse is not −inf at exactly the rows that see no key"
-        difference = torch.where(written == self.ref, 0.0, (written - self.ref).abs())
-        error = _largest(difference / self.ref.abs().clamp(min=1.0))
-        worst.add(lse_error=error)
-        if not error <= self.tolerance:
-            yield f"lse error {error:.3g} > {self.tolerance:.3g}"
-
-
-@dataclass(slots=True, kw_only=True)
-class _Delta:
-    """delta = rowsum(do ∘ out): close, absolutely or relative to the sum of the magnitudes."""
-
-    ref: Tensor
-    magnitude: Tensor
-
-    def failures(self, written: Tensor, worst: _Worst) -> Iterator[str]:
-        """What is wrong with an output."""
-        error = (written - self.ref).abs()
-        relative = _largest(error / self.magnitude.clamp(min=1.0))
-        worst.add(max_error=_largest(error), max_ratio=relative / STATISTIC_TOLERANCE)
-        if not torch.isfinite(written).all():
-            yield _unwritten("delta")
-        elif relative > STATISTIC_TOLERANCE:
-            yield f"delta error {relative:.3g} > {STATISTIC_TOLERANCE}"
-
-
-@dataclass(slots=True, kw_only=True)
-class _Statistics:
-    """What the preprocessing gives: lse in base 2 and delta, with rows of no effect at the end."""
-
-    ref: Tensor
-    magnitude: Tensor
-
-    def failures(self, written: Tensor, worst: _Worst) -> Iterator[str]:
-        """What is wrong with an output."""
-        if not torch.equal(written[0] == float("inf"), self.ref[0] == float("inf")):
-            yield "lse is not +inf at exactly the rows that see no key and those past the end"
-        difference = torch.where(written == self.ref, 0.0, (written - self.ref).abs())
-        error = _largest(difference / self.magnitude.clamp(min=1.0))
-        worst.add(lse_error=error)
-        if not error <= STATISTIC_TOLERANCE:
-            yield f"statistics error {error:.3g} > {STATISTIC_TOLERANCE}"
-
-
-@dataclass(slots=True, kw_only=True)
-class _Zeros:
-    """An output that must be 0 everywhere."""
-
-    name: str
-
-    def failures(self, written: Tensor, worst: _Worst) -> Iterator[str]:
-        """What is wrong with an output."""
-        if written.any():
-            yield f"{self.name} is not 0 everywhere"
-
-
-_Expectation = _Numbers | _Lse | _Delta | _Statistics | _Zeros
-
-
 @lru_cache(maxsize=64)
-def _expected(family: AttentionFamily, probe: Probe, device_name: str) -> tuple[Workload, list[_Expectation]]:
+def _expected(family: AttentionFamily, probe: Probe, device_name: str) -> tuple[Workload, list[Expectation]]:
     """A probe's call, and what is expected of each output; then the keys that no row sees are made NaN."""
     problem, diagonal = AttentionProblem(family=family, shape=probe.shape), probe.diagonal(family)
     device = torch.device(device_name)
@@ -377,7 +251,7 @@ def _spoil_unused(workload: Workload) -> None:
 
 def _expectations(
     workload: Workload, inputs: tuple[Tensor, ...], *, first_row: int = 0, first_key: int = 0
-) -> list[_Expectation]:
+) -> list[Expectation]:
     """What is expected of each output, for inputs that may be stretches that start at a row or key."""
     family = workload.family
     if workload.sequences is not None:
@@ -390,7 +264,7 @@ def _expectations(
     }
     if family.kernel_pass is Pass.BWD_DELTA:
         out, d_out = (tensor.to(torch.float64) for tensor in inputs)
-        return [_Delta(ref=(out * d_out).sum(-1), magnitude=(out * d_out).abs().sum(-1))]
+        return [ExpectedDelta(ref=(out * d_out).sum(-1), magnitude=(out * d_out).abs().sum(-1))]
     if family.kernel_pass is Pass.BWD_PREPROCESS:
         out, d_out, lse = inputs
         products = out.to(torch.float64) * d_out.to(torch.float64)
@@ -399,7 +273,7 @@ def _expectations(
             for delta in (products.sum(-1), products.abs().sum(-1))
         )
         finite = magnitude.abs().nan_to_num(posinf=1.0)
-        return [_Statistics(ref=ref, magnitude=finite), _Zeros(name="turns")]
+        return [ExpectedStatistics(ref=ref, magnitude=finite), ExpectedZeros(name="turns")]
     if family.kernel_pass is Pass.BWD_POSTPROCESS:
         ref = dq_of_acc(family, workload.shape, inputs[0]) * workload.softmax_scale
         first, end = _seeing_rows(workload)
@@ -407,37 +281,41 @@ def _expectations(
         empty[:, :, :first] = empty[:, :, end:] = True
         ref = torch.where(empty[..., None], 0.0, ref)
         pt = ref.to(TORCH_DTYPES[family.dtype])
-        return [_Numbers(name="dq", ref=ref, pt=pt, zero=empty, why="rows that see no key")]
+        return [ExpectedNumbers(name="dq", ref=ref, pt=pt, zero=empty, why="rows that see no key")]
     if family.kernel_pass is Pass.BWD_FUSED:
         return [one for part, _ in _parts(workload) for one in _expectations(part, part.inputs)]
     if family.kernel_pass is Pass.FWD:
         ref, lse = attention_reference(*inputs, **call)
-        pt, empty = attention_same_precision(*inputs, **call), lse == float("-inf")
+        pt, empty = attention_same_precision(*inputs, **call, tf32=family.tf32), lse == float("-inf")
+        lse_error = 0.0
+        if family.tf32:
+            q, k, v = inputs
+            lse_error = _tf32_error(lse, attention_reference(cut_to_tf32(q), cut_to_tf32(k), v, **call)[1])
         if workload.features.sinks is not None:  # which are in the lse of rows that see no key
             call["features"] = replace(workload.features, sinks=None)
             empty = attention_reference(*inputs, **call)[1] == float("-inf")
         return [
-            _Numbers(name="out", ref=ref, pt=pt, zero=empty, why="rows that see no key"),
-            _Lse(ref=lse, tolerance=_lse_tolerance(workload)),
+            ExpectedNumbers(name="out", ref=ref, pt=pt, zero=empty, why="rows that see no key"),
+            ExpectedLse(ref=lse, tolerance=_lse_tolerance(workload) + MAX_ERROR_FACTOR * lse_error),
         ]
     refs = backward_from_statistics(*inputs, **call, first_key=first_key)
-    pts = backward_from_statistics(*inputs, **call, first_key=first_key, dtype=inputs[0].dtype)
+    pts = backward_from_statistics(*inputs, **call, first_key=first_key, dtype=inputs[0].dtype, tf32=family.tf32)
     factor = _gradient_factor(workload)
     if family.kernel_pass is Pass.BWD_DQ:
         empty, why = inputs[4] == float("-inf"), "rows that see no key"
         numbers = (0, 3) if family.mask_gradient else (0,)
         return [
-            _Numbers(name=name, ref=refs[i], pt=pts[i], zero=empty, why=why, factor=factor)
+            ExpectedNumbers(name=name, ref=refs[i], pt=pts[i], zero=empty, why=why, factor=factor)
             for i, name in zip(numbers, ("dq", "d_mask"), strict=False)
         ]
     unseen, why = _unseen_keys(workload, inputs[1], first_key), "keys that no row sees"
     return [
-        _Numbers(name=name, ref=refs[i], pt=pts[i], zero=unseen, why=why, factor=factor)
+        ExpectedNumbers(name=name, ref=refs[i], pt=pts[i], zero=unseen, why=why, factor=factor)
         for i, name in ((1, "dk"), (2, "dv"))
     ]
 
 
-def _varlen_expectations(workload: Workload) -> list[_Expectation]:
+def _varlen_expectations(workload: Workload) -> list[Expectation]:
     """The same of sequences in a row."""
     call, family, inputs = workload.varlen_call, workload.family, workload.inputs
     q, k, v, *of_rows = inputs
@@ -446,21 +324,23 @@ def _varlen_expectations(workload: Workload) -> list[_Expectation]:
         ref, lse = varlen_reference(q, k, v, call)
         bare = replace(call, features=replace(call.features, sinks=None))
         empty = varlen_reference(q, k, v, bare)[1] == float("-inf")
-        pt = varlen_same_precision(q, k, v, call)
+        pt, lse_error = varlen_same_precision(q, k, v, call, tf32=family.tf32), 0.0
+        if family.tf32:
+            lse_error = _tf32_error(lse, varlen_reference(cut_to_tf32(q), cut_to_tf32(k), v, call)[1])
         return [
-            _Numbers(name="out", ref=ref, pt=pt, zero=empty, why=why),
-            _Lse(ref=lse, tolerance=_lse_tolerance(workload)),
+            ExpectedNumbers(name="out", ref=ref, pt=pt, zero=empty, why=why),
+            ExpectedLse(ref=lse, tolerance=_lse_tolerance(workload) + MAX_ERROR_FACTOR * lse_error),
         ]
     d_out, lse, delta = of_rows
     refs = varlen_gradients_from_statistics(q, k, v, d_out, lse, delta, call)
-    pts = varlen_gradients_from_statistics(q, k, v, d_out, lse, delta, call, dtype=q.dtype)
+    pts = varlen_gradients_from_statistics(q, k, v, d_out, lse, delta, call, dtype=q.dtype, tf32=family.tf32)
     factor = _gradient_factor(workload)
     if family.kernel_pass is Pass.BWD_DQ:
         empty = lse == float("-inf")
-        return [_Numbers(name="dq", ref=refs[0], pt=pts[0], zero=empty, why=why, factor=factor)]
+        return [ExpectedNumbers(name="dq", ref=refs[0], pt=pts[0], zero=empty, why=why, factor=factor)]
     unseen = call.unseen_keys().to(k.device).expand(k.shape[:3])
     return [
-        _Numbers(name=name, ref=refs[i], pt=pts[i], zero=unseen, why="keys that no row sees", factor=factor)
+        ExpectedNumbers(name=name, ref=refs[i], pt=pts[i], zero=unseen, why="keys that no row sees", factor=factor)
         for i, name in ((1, "dk"), (2, "dv"))
     ]
 
@@ -501,6 +381,13 @@ def _as_batch(workload: Workload, results: Sequence[Tensor]) -> tuple[Workload, 
     return batch, list(map(batched, results))
 
 
+def _tf32_error(lse: Tensor, cut: Tensor) -> float:
+    """The largest error that products in tf32 make in lse, relative to it where it is large; `cut` is that of q and k
+    cut to tf32."""
+    difference = torch.where(cut == lse, 0.0, (cut - lse).abs())
+    return largest(difference / lse.abs().clamp(min=1.0))
+
+
 def _parts(workload: Workload) -> list[tuple[Workload, tuple[int, ...]]]:
     """Calls that give what a kernel gives, each with rows of one kind, and the numbers of their results among the
     kernel's: a fused backward's are that of dk and dv, and that of dq."""
@@ -537,7 +424,7 @@ def _seeing_rows(workload: Workload) -> tuple[int, int]:
     return seeing_rows(shape.seqlen_q, shape.seqlen_k, workload.diagonal, workload.features.left_diagonal)
 
 
-def _expected_stretch(workload: Workload, batch: int, head: int, start: int, stop: int) -> list[_Expectation]:
+def _expected_stretch(workload: Workload, batch: int, head: int, start: int, stop: int) -> list[Expectation]:
     """What is expected of rows start … stop − 1 of a head; for dk and dv, of keys of a kv head."""
     group = workload.shape.gqa_group_size
     one, whole, rows = slice(batch, batch + 1), slice(None), slice(start, stop)
@@ -569,19 +456,3 @@ def _samples(workload: Workload) -> Iterator[tuple[int, int, int, int]]:
         batch, head = divmod(place, num_heads)
         for start in sorted({0, (seqlen - rows) // 2, seqlen - rows}):
             yield batch, head, start, start + rows
-
-
-def _ratio(error: float, allowed: float) -> float:
-    """error / allowed; rows that see no key allow none."""
-    return error / allowed if allowed else float("inf") if error else 0.0
-
-
-def _roundings(ref: Tensor, dtype: torch.dtype) -> Tensor:
-    """Error of a rounding to the output's dtype, for each value of the reference."""
-    rounded = ref.to(dtype)
-    return (((rounded + 0.3) - 0.3) - rounded).abs().to(ref.dtype)
-
-
-def _largest(errors: Tensor) -> float:
-    """The largest error; NaN is the largest of all."""
-    return errors.nan_to_num(nan=float("inf")).max().item()

@@ -77,8 +77,9 @@ def referred(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     attn_mask: Tensor | None = None,
+    deterministic: bool = True,
 ) -> dict[str, Any]:
-    """What the reference is told of a call of `attention` with these arguments."""
+    """What the reference is told of a call of `attention` with these arguments; not all of them concern it."""
     left, right = window_size
     right, offset = 0 if causal else right, k.shape[1] - q.shape[1]
     return {

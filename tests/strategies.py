@@ -23,11 +23,11 @@ from fa_autotune.variants import VARIANTS, VariantSpec
 PLAIN_VARIANTS = (Variant.PORTABLE, Variant.TMA)  # of every pass but delta, and what the interpreter runs
 
 
-def head_dims() -> st.SearchStrategy[int]:
+def head_dims(widest: int = MAX_HEAD_DIM) -> st.SearchStrategy[int]:
     """Any head dim; the usual multiples of 8 as often as the others."""
     return st.one_of(
-        st.integers(MIN_HEAD_DIM // 8, MAX_HEAD_DIM // 8).map(lambda eighth: 8 * eighth),
-        st.integers(MIN_HEAD_DIM, MAX_HEAD_DIM),
+        st.integers(MIN_HEAD_DIM // 8, widest // 8).map(lambda eighth: 8 * eighth),
+        st.integers(MIN_HEAD_DIM, widest),
     )
 
 
@@ -60,6 +60,7 @@ def families(draw: st.DrawFn, kernel_pass: Pass | None = None) -> AttentionFamil
         mask_gradient=is_bias and drawn_pass is Pass.BWD_DQ and draw(st.booleans()),
         dropout=is_dropped,
         varlen=has_keys and mask is None and not is_dropped and draw(st.booleans()),
+        tf32=has_keys and dtype is DType.FLOAT32 and max(head_dim, head_dim_v) <= 256 and draw(st.booleans()),
         access=draw(st.sampled_from(served)),
         unordered=drawn_pass is Pass.BWD_FUSED and draw(st.booleans()),
     )
@@ -96,8 +97,17 @@ def problems(draw: st.DrawFn, *, max_seqlen: int = 2**20) -> AttentionProblem:
 
 
 def served_everywhere(**limits: int) -> st.SearchStrategy[AttentionProblem]:
-    """Problems that some kernel serves on every device: a fused backward has its own on Hopper, for some families."""
-    return problems(**limits).filter(lambda problem: problem.family.kernel_pass not in FUSED_BACKWARD)
+    """Problems that some kernel serves on every device: a fused backward has its own on Hopper, for some families, and
+    gradients of wide heads take more shared memory than some GPUs have."""
+
+    def is_served(problem: AttentionProblem) -> bool:
+        family = problem.family
+        has_operands = family.kernel_pass in (Pass.BWD_DKDV, Pass.BWD_DQ)
+        return family.kernel_pass not in FUSED_BACKWARD and not (
+            has_operands and max(family.head_dim, family.head_dim_v) > 256
+        )
+
+    return problems(**limits).filter(is_served)
 
 
 @st.composite

@@ -12,7 +12,8 @@ from fa_autotune.errors import NoKernelError
 from fa_autotune.family import Access
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.snapshot import WinnerRow
-from fa_autotune.variants import MIN_TRITON, VARIANTS, rejection, supported_variants, variant_spec
+from fa_autotune.support import MIN_TRITON
+from fa_autotune.variants import VARIANTS, rejection, supported_variants, variant_spec
 from tests.strategies import devices, fitting, served_everywhere
 from tests.winners import A100, H100, H200, LADDER, choose, dispatcher, plain_config, winner
 

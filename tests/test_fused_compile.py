@@ -22,7 +22,8 @@ from fa_autotune.fused_workspace import is_wide
 from fa_autotune.generated import write_module
 from fa_autotune.records import Candidate, CompileForm, TrialStatus, Variant
 from fa_autotune.render import render
-from fa_autotune.variants import GLUON_TRITONS, KnobValue, VariantSpec, default_config, variant_spec
+from fa_autotune.support import GLUON_TRITONS
+from fa_autotune.variants import KnobValue, VariantSpec, default_config, variant_spec
 from fa_autotune.worker import WorkerPool
 
 pytestmark = pytest.mark.kernel

@@ -234,6 +234,15 @@ GOLDEN_CASES = {
     "bwd_postprocess_portable/bf16_d192_left": make_backward(
         Pass.BWD_POSTPROCESS, Variant.PORTABLE, make_family(head_dim=192, bounded_left=True)
     ),
+    "fwd_portable/bf16_d300_causal_any_parts": make_candidate(
+        Variant.PORTABLE, make_family(head_dim=300, causal=True, access=Access.ANY), BLOCK_N=16
+    ),
+    "fwd_tma/bf16_d512_full_parts": make_candidate(
+        Variant.TMA, make_family(head_dim=512), BLOCK_N=32, HEAD_DIM_PIECE=128
+    ),
+    "fwd_portable/fp32_d64_causal_tf32": make_candidate(
+        Variant.PORTABLE, replace(make_family(DType.FLOAT32, 64, causal=True), tf32=True), BLOCK_N=32
+    ),
 }
 
 cases = pytest.mark.parametrize("case", GOLDEN_CASES)

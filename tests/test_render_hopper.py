@@ -198,8 +198,8 @@ def hopper_candidates(draw: st.DrawFn) -> Candidate:
     single = schedule is Schedule.SINGLE
     candidate = make_candidate(
         schedule,
-        draw(head_dims().filter(lambda dim: dim % 8 == 0)),
-        draw(head_dims().filter(lambda dim: dim % 8 == 0)),
+        draw(head_dims(256).filter(lambda dim: dim % 8 == 0)),
+        draw(head_dims(256).filter(lambda dim: dim % 8 == 0)),
         causal=draw(st.booleans()),
         CONSUMERS=1 if single else draw(st.sampled_from([2, 3])),
         BLOCK_N=draw(st.sampled_from([64, 128])),

@@ -125,7 +125,9 @@ def test_the_default_passes_every_constraint_of_every_gpu(
     spec, family = pair
     assume(not spec.variant.is_gluon or spec.supports(family, device.arch, (3, 7)) is None)
     candidate = Candidate(family=family, variant=spec.variant, config=default_config(spec, family, device.arch))
-    assert rejection(candidate, None, device) is None
+    rejected = rejection(candidate, None, device)
+    # The smallest tile of gradients above head_dim 256 is too much for some GPUs; others serve.
+    assert rejected is None or (rejected.constraint == "operands" and spec.kernel_pass in (Pass.BWD_DKDV, Pass.BWD_DQ))
 
 
 @given(specs_and_families(), devices())
@@ -136,7 +138,9 @@ def test_the_default_fits_64_kilobytes_or_what_the_gpus_of_its_variant_have(
     assume(not spec.variant.is_gluon or spec.supports(family, H200.arch, (3, 7)) is None)
     backward_by_descriptors = spec.variant is Variant.TMA and spec.kernel_pass is not Pass.FWD
     large = backward_by_descriptors or spec.variant.is_gluon
-    limit = H200.smem_optin_bytes if large else 64 * 1024
+    wide = max(family.head_dim, family.head_dim_v) > 256
+    large = large or (wide and (spec.kernel_pass is not Pass.FWD or spec.variant is Variant.TMA))
+    limit = H200.smem_optin_bytes if large else 99 * 1024 if wide or family.tf32 else 64 * 1024
     assert whole_smem_bytes(family, default_config(spec, family, device.arch)) <= limit
 
 
@@ -148,7 +152,7 @@ def test_seeds_lie_in_the_search_space(pair: tuple[VariantSpec, AttentionFamily]
         assert rejected is None or rejected.constraint != "search_space"
 
 
-@given(st.integers(8, 256), st.sampled_from([32, 64, 128, 256]))
+@given(st.integers(8, 512), st.sampled_from([32, 64, 128, 256]))
 def test_head_dim_pieces_cover_the_head_dim_with_powers_of_two(head_dim: int, widest: int) -> None:
     pieces = head_dim_pieces(head_dim, widest)
     assert all(16 <= width <= widest and width.bit_count() == 1 for width in pieces)
@@ -169,6 +173,9 @@ def test_head_dim_pieces_cover_the_head_dim_with_powers_of_two(head_dim: int, wi
         (200, 256, (256,)),
         (80, 32, (32, 32, 16)),
         (59, 32, (32, 32)),
+        (300, 256, (256, 32, 16)),
+        (512, 256, (256, 256)),
+        (512, 128, (128, 128, 128, 128)),
     ],
 )
 def test_head_dim_pieces_are_the_narrowest_cover(head_dim: int, widest: int, pieces: tuple[int, ...]) -> None:
@@ -176,10 +183,13 @@ def test_head_dim_pieces_are_the_narrowest_cover(head_dim: int, widest: int, pie
 
 
 @given(families(), devices())
-def test_some_variant_serves_every_family_but_bfloat16_on_turing(family: AttentionFamily, device: DeviceSpec) -> None:
+def test_some_variant_serves_every_family_but_bfloat16_and_tf32_where_nothing_multiplies_them(
+    family: AttentionFamily, device: DeviceSpec
+) -> None:
     assume(family.kernel_pass not in FUSED_BACKWARD)  # the split backward serves instead
-    turing_bfloat16 = device.arch == "sm_75" and family.dtype is DType.BFLOAT16
-    assert bool(supported_variants(family, device.arch, (3, 6))) != turing_bfloat16
+    unserved = device.arch == "sm_75" and family.dtype is DType.BFLOAT16
+    unserved |= family.tf32 and device.arch in ("sm_75", "gfx942")
+    assert bool(supported_variants(family, device.arch, (3, 6))) != unserved
 
 
 @pytest.mark.parametrize(

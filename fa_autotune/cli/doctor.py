@@ -23,7 +23,8 @@ from fa_autotune.device import DeviceSpec
 from fa_autotune.errors import FaAutotuneError
 from fa_autotune.family import AttentionFamily, DType
 from fa_autotune.snapshot import Snapshot, Source, load_snapshot
-from fa_autotune.variants import MIN_TRITON, VARIANTS
+from fa_autotune.support import MIN_TRITON
+from fa_autotune.variants import VARIANTS
 
 _PACKAGES = {
     "torch": ("torch",),

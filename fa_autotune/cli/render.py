@@ -14,7 +14,8 @@ from fa_autotune.errors import FaAutotuneError, InvalidConfigError
 from fa_autotune.family import AttentionFamily
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, Variant
-from fa_autotune.variants import GLUON_TRITONS, VARIANTS, VariantSpec, default_config, variant_spec
+from fa_autotune.support import GLUON_TRITONS
+from fa_autotune.variants import VARIANTS, VariantSpec, default_config, variant_spec
 
 DEFAULT_DEVICE = "h200"
 
