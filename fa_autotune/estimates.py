@@ -110,7 +110,9 @@ def whole_smem_bytes(family: AttentionFamily, config: KernelConfig) -> int:
     own_bytes = row_bytes
     if family.kernel_pass is Pass.FWD:  # Q alone
         own_bytes = padded_head_dim(family.head_dim, config.HEAD_DIM_PIECE) * family.dtype.itemsize
-    mask_bytes = config.BLOCK_M * config.BLOCK_N * family.mask_itemsize if family.has_mask else 0
+    # A mask's tile goes through shared memory only where its loads are pipelined: no product reads it.
+    has_mask_tile = family.has_mask and config.num_stages > 1
+    mask_bytes = config.BLOCK_M * config.BLOCK_N * family.mask_itemsize if has_mask_tile else 0
     return owned * own_bytes + config.num_stages * (streamed * row_bytes + mask_bytes)
 
 
