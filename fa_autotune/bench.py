@@ -341,6 +341,8 @@ def _flex(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[C
 
     if problem.family.sinks:
         raise UnsupportedError("sinks are no score of a key, so FlexAttention can't express them in one call")
+    if problem.family.has_mask or problem.family.dropout:
+        raise UnsupportedError("FlexAttention is not compared where a mask lies in memory, or with dropout")
     shape = problem.shape
     mask = None
     left, right = problem.window

@@ -232,7 +232,8 @@ def is_loose(mask: Tensor) -> bool:
     *strides, last = mask.stride()
     itemsize = mask.element_size()
     apart = [stride for size, stride in zip(outer, strides, strict=True) if size > 1]
-    return bool((last != 1 and keys > 1) or mask.data_ptr() % 16 or any(stride * itemsize % 16 for stride in apart))
+    # One number for all keys is read with a stride of 0.
+    return bool(last != 1 or keys == 1 or mask.data_ptr() % 16 or any(stride * itemsize % 16 for stride in apart))
 
 
 def as_heads_numbers(name: str, tensor: Any, q: Tensor, batch_size: int, heads: int, *, batched: bool) -> Tensor | None:

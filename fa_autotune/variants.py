@@ -301,7 +301,7 @@ def _backward_default(spec: VariantSpec, family: AttentionFamily, arch: str, col
         return (64, 16, 4, 1) if columns <= 400 else (32, 16, 2, 1)
     if family.access is Access.ANY:  # a pointer for each element leaves fewer registers
         return (32, 32, 8, 1) if columns <= 128 else (16, 32, 8, 1) if columns <= 256 else (16, 16, 4, 1)
-    if columns <= 128 and is_heavy and is_dkdv and multiplies_by_warp(arch):
+    if columns <= 128 and is_heavy and is_dkdv and (multiplies_by_warp(arch) or stages == 1):
         return (32, 32, 8, 2)
     if columns <= 128:
         return (64, 32, 8 if is_heavy or ((family.alibi or family.varlen) and stages == 1) else 4, 2)

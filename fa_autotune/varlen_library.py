@@ -118,7 +118,7 @@ def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tupl
     if d_out is None and d_lse is None:
         return (None,) * _NUM_INPUTS
     *tensors, out, lse = ctx.saved_tensors
-    needed = needed_of(ctx.needs_input_grad, 5 + _NUM_CALL)
+    needed = needed_of(ctx.needs_input_grad, 5 + _NUM_CALL)[:4]  # there is no mask
     dq, dk, dv, d_sinks = varlen_gradients_op(VarlenTensors(*tensors), ctx.call, out, lse, d_out, d_lse, needed)
     return dq, dk, dv, *(None,) * (_NUM_INPUTS - 4), d_sinks
 

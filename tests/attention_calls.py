@@ -109,7 +109,8 @@ def assert_right(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Ten
     assert out.dtype == q.dtype
     assert error.max() <= 2 * pt_error.max() + roundings.max()
     assert error.mean() <= 1.5 * pt_error.mean() + roundings.mean()
-    torch.testing.assert_close(lse, ref_lse, atol=1e-5, rtol=1e-5)
+    capped = 2.0**-11 * arguments.get("softcap", 0.0)  # the largest relative error of tanh.approx.f32
+    torch.testing.assert_close(lse, ref_lse, atol=1e-5 + capped, rtol=1e-5)
     return out, lse
 
 

@@ -126,6 +126,7 @@ def test_fifty_backwards_are_equal_to_the_bit(kind: str) -> None:
         assert all(map(torch.equal, step(), first))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own, on import
 @every_kind
 def test_a_compiled_step_gives_the_bits_of_the_eager_one(kind: str) -> None:
     tensors, mask = [randn(2, 300, 4, 64) for _ in range(3)], make_mask(kind, 2, 1, 300, 304)[..., :300]
@@ -141,6 +142,7 @@ def test_a_compiled_step_gives_the_bits_of_the_eager_one(kind: str) -> None:
     assert all(map(torch.equal, found, [expected, *torch.autograd.grad(expected, eager, d_out)]))
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # that nothing is accumulated in
 @every_kind
 def test_a_captured_step_replays_with_later_masks(kind: str) -> None:
     static = requiring(*(randn(2, 500, 4, 64) for _ in range(3)))

@@ -129,6 +129,7 @@ def test_checkpointing_drops_the_same_weights_again(reentrant: bool) -> None:
     assert all(torch.equal(tensor.grad, one) for tensor, one in zip(tensors, plain, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own, on import
 def test_a_compiled_step_has_the_gradients_of_its_own_weights() -> None:
     """The compiler draws other seeds than eager mode, but the backward shares its forward's."""
     q, k, v = requiring(*(randn(1, 256, 2, 64) for _ in range(3)))

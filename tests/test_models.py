@@ -115,7 +115,7 @@ def test_a_configs_spelling_is_understood(changes, expected, write_config):
         ({**LLAMA, "hidden_size": 4097}, "no multiple of 32 heads"),
         ({**LLAMA, "is_encoder_decoder": True}, "an encoder and a decoder"),
         ({**LLAMA, "num_key_value_heads": 5}, "no multiple of num_kv_heads=5"),
-        ({**LLAMA, "head_dim": 512}, "head_dim=512"),
+        ({**LLAMA, "head_dim": 1024}, "head_dim=1024"),
         (" " * (2**20 + 1), "larger than"),
     ],
 )
