@@ -25,7 +25,14 @@ KERNELS: list[tuple[Schedule, dict[str, KnobValue]]] = [
 ]
 
 
-@pytest.mark.parametrize("words", ["", "causal", "left=9", "causal,left=9,softcap,alibi,sinks", "sinks"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "causal,left=9,softcap,alibi,sinks",
+        *(pytest.param(words, marks=pytest.mark.slow) for words in ("causal", "left=9", "sinks")),
+    ],
+)
 @pytest.mark.parametrize(("schedule", "knobs"), KERNELS, ids=lambda value: str(value) if isinstance(value, str) else "")
 def test_passes_every_probe(schedule: Schedule, knobs: dict[str, KnobValue], words: str, tmp_path: Path) -> None:
     """Ragged and empty sequences, rows and keys of none, NaN in what no row sees, and in what others see."""
