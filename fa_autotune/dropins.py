@@ -26,8 +26,8 @@ from fa_autotune.tensors import (
     Extras,
     as_dropout,
     as_extras,
+    as_flash_attn_softcap,
     as_scale,
-    as_softcap,
     check_kinds,
     check_tensor,
     heads_first,
@@ -67,7 +67,7 @@ def flash_attn_func(
         causal=causal,
         window_size=window_size,
         softmax_scale=softmax_scale,
-        softcap=_as_flash_attn_softcap(softcap),
+        softcap=as_flash_attn_softcap(softcap),
         alibi_slopes=alibi_slopes,
         return_lse=return_attn_probs,
     )
@@ -114,12 +114,6 @@ def flash_attn_qkvpacked_func(
     return _flash(None, qkv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
 
 
-def _as_flash_attn_softcap(softcap: Any) -> float:
-    """What is not above 0 means none there."""
-    number = as_softcap(softcap)
-    return number if number > 0.0 or number != number else 0.0
-
-
 def _check_packed(name: str, packed: Any, count: int) -> None:
     if isinstance(packed, Tensor):
         check_tensor(name, packed)
@@ -145,7 +139,7 @@ def _flash(
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = as_scale(softmax_scale)
     mask, left, right = mask_of(causal, window_size)
-    cap = _as_flash_attn_softcap(softcap)
+    cap = as_flash_attn_softcap(softcap)
     """A call of q and (k, v), or of one that is packed."""
     parts: Any = (q, *rest) if isinstance(rest, tuple) else parts_of(q, rest)
     extras: Extras = ()

@@ -130,6 +130,12 @@ def as_softcap(value: Any) -> float:
     return _as_float("softcap", value, "0.0 means none")
 
 
+def as_flash_attn_softcap(value: Any) -> float:
+    """`as_softcap` as flash-attn means it: what is not above 0 is none."""
+    number = as_softcap(value)
+    return number if number > 0.0 or number != number else 0.0
+
+
 def as_dropout(value: Any) -> float:
     """A dropout_p of any number type as a float; InvalidProblemError if it is none from 0 to less than 1."""
     if isinstance(value, Tensor) and value.requires_grad:

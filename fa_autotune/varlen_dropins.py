@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
 from fa_autotune.ops import check_features
-from fa_autotune.tensors import GENERATED, as_softcap, check_tensor
+from fa_autotune.tensors import GENERATED, as_flash_attn_softcap, check_tensor
 from fa_autotune.varlen import attend_varlen_packed, attention_varlen, check_lengths, varlen_call
 
 
@@ -52,7 +52,7 @@ def flash_attn_varlen_func(
         causal=causal,
         window_size=window_size,
         softmax_scale=softmax_scale,
-        softcap=_as_flash_attn_softcap(softcap),
+        softcap=as_flash_attn_softcap(softcap),
         alibi_slopes=alibi_slopes,
         dropout_p=dropout_p,
         return_lse=return_attn_probs,
@@ -84,7 +84,7 @@ def flash_attn_varlen_kvpacked_func(
     _check_packed("kv", kv, 2)
     check_lengths(max_seqlen_q, max_seqlen_k)
     check_features(dropout_p=dropout_p)
-    call = varlen_call(softmax_scale, causal, window_size, _as_flash_attn_softcap(softcap), GENERATED)
+    call = varlen_call(softmax_scale, causal, window_size, as_flash_attn_softcap(softcap), GENERATED)
     results = attend_varlen_packed(q, kv, cu_seqlens_q, cu_seqlens_k, call, return_attn_probs, alibi_slopes)
     return (*results, None) if return_attn_probs else results
 
@@ -109,15 +109,9 @@ def flash_attn_varlen_qkvpacked_func(
     _check_packed("qkv", qkv, 3)
     check_lengths(max_seqlen, max_seqlen)
     check_features(dropout_p=dropout_p)
-    call = varlen_call(softmax_scale, causal, window_size, _as_flash_attn_softcap(softcap), GENERATED)
+    call = varlen_call(softmax_scale, causal, window_size, as_flash_attn_softcap(softcap), GENERATED)
     results = attend_varlen_packed(None, qkv, cu_seqlens, cu_seqlens, call, return_attn_probs, alibi_slopes)
     return (*results, None) if return_attn_probs else results
-
-
-def _as_flash_attn_softcap(softcap: Any) -> float:
-    """What is not above 0 means none there."""
-    number = as_softcap(softcap)
-    return number if number > 0.0 or number != number else 0.0
 
 
 def _check_packed(name: str, packed: Any, count: int) -> None:

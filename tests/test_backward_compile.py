@@ -4,15 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import triton
+from compile_candidates import compiling
 from strategies import PLAIN_VARIANTS
 
-from fa_autotune.compiler import CompilePool, CompileRequest, CompileResult
+from fa_autotune.compiler import CompileResult
 from fa_autotune.device import KNOWN_DEVICES
 from fa_autotune.family import BACKWARD_PASSES, KEYLESS_PASSES, SPLIT_BACKWARD, Access, AttentionFamily, DType, Pass
-from fa_autotune.generated import write_module
 from fa_autotune.records import Candidate, TrialStatus, Variant
-from fa_autotune.render import render
-from fa_autotune.variants import compile_form, default_config, seed_configs, supported_variants, variant_spec
+from fa_autotune.variants import default_config, seed_configs, supported_variants, variant_spec
 
 pytestmark = pytest.mark.kernel
 
@@ -71,23 +70,7 @@ def make_families(kernel_pass: Pass, arch: str) -> list[AttentionFamily]:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
-    """Compile candidates side by side, for an arch with so many bytes of shared memory."""
-    folder = tmp_path_factory.mktemp("kernels")
-    with CompilePool(2, deadline_s=240.0) as pool:
-
-        def compile_all(candidates: Sequence[Candidate], arch: str, smem_limit_bytes: int) -> list[CompileResult]:
-            requests = [
-                CompileRequest(
-                    module_path=write_module(render(candidate), folder),
-                    arch=arch,
-                    form=compile_form(candidate.family),
-                    variant=candidate.variant,
-                    smem_limit_bytes=smem_limit_bytes,
-                )
-                for candidate in candidates
-            ]
-            return [future.result() for future in map(pool.submit, requests)]
-
+    with compiling(tmp_path_factory) as compile_all:
         yield compile_all
 
 

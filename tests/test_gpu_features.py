@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fa_autotune import attention, warmup
+from fa_autotune.decision import parse_triton_version
 from fa_autotune.family import Access, DType, Pass
 from fa_autotune.launch import live_device, live_toolchain, load_kernel
 from fa_autotune.probes import probes
@@ -49,11 +50,6 @@ def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.float32).to(dtype)
 
 
-def triton_version() -> tuple[int, int]:
-    major, minor = (int(part) for part in live_toolchain().triton.split(".")[:2])
-    return major, minor
-
-
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("kernel_pass", TILED)
 @pytest.mark.parametrize(
@@ -73,7 +69,7 @@ def test_every_variant_passes_its_probes(
     dtype: DType, head_dim: int, head_dim_v: int, access: Access | None, kernel_pass: Pass, features: str
 ) -> None:
     family, device = make_family(kernel_pass, features, dtype, head_dim, head_dim_v, access), live_device(0)
-    for spec in supported_variants(family, device.arch, triton_version()):
+    for spec in supported_variants(family, device.arch, parse_triton_version(live_toolchain().triton)):
         config: Any = default_config(spec, family, device.arch)
         kernel = load_kernel(Candidate(family=family, variant=spec.variant, config=config), device.arch)
         probe_list = probes(family, block_m=config.BLOCK_M, block_n=config.BLOCK_N, exact_lengths=False)
@@ -85,7 +81,7 @@ def test_every_variant_passes_its_probes(
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_every_seed_that_loads_passes_its_probes(head_dim: int, kernel_pass: Pass, features: str) -> None:
     family, device = make_family(kernel_pass, features, head_dim=head_dim), live_device(0)
-    for spec in supported_variants(family, device.arch, triton_version()):
+    for spec in supported_variants(family, device.arch, parse_triton_version(live_toolchain().triton)):
         for config in seed_configs(spec, family, device.arch)[1:4]:
             if spec.rejection(config, family=family, shape=None, device=device) is not None:
                 continue

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fa_autotune import attention
+from fa_autotune.decision import parse_triton_version
 from fa_autotune.family import Access, AttentionFamily, DType, Pass
 from fa_autotune.launch import live_device, live_toolchain, load_kernel
 from fa_autotune.probes import probes
@@ -62,8 +63,7 @@ def test_every_pass_passes_its_probes(
     head_dim: int, access: Access, features: dict[str, bool], kernel_pass: Pass
 ) -> None:
     family, device = make_family(kernel_pass, head_dim, access, **features), live_device(0)
-    major, minor = (int(part) for part in live_toolchain().triton.split(".")[:2])
-    (spec,) = supported_variants(family, device.arch, (major, minor))
+    (spec,) = supported_variants(family, device.arch, parse_triton_version(live_toolchain().triton))
     configs: list[Any] = [default_config(spec, family, device.arch)]
     if head_dim == 64 and access is Access.TMA:
         configs += seed_configs(spec, family, device.arch)[2:4]

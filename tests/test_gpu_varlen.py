@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fa_autotune import attention, attention_varlen, flash_attn_varlen_qkvpacked_func, varlen_calls, warmup
 from fa_autotune.config import Schedule
+from fa_autotune.decision import parse_triton_version
 from fa_autotune.family import Access, AttentionFamily, DType, Pass, strongest_access
 from fa_autotune.launch import live_device, live_toolchain, load_kernel
 from fa_autotune.probes import probes
@@ -47,11 +48,6 @@ GRID = [(113, 203), (0, 7), (128, 217), (1, 239), (799, 3), (0, 0), (256, 512), 
 MIXED = [(113, 203), (0, 7), (1, 1), (300, 300), (5, 0), (64, 64), (129, 127)]
 
 
-def triton_version() -> tuple[int, int]:
-    major, minor = (int(part) for part in live_toolchain().triton.split(".")[:2])
-    return major, minor
-
-
 def arguments_of(name: str, heads: int = 6) -> dict[str, Any]:
     """The arguments of a call with so many heads, on the GPU."""
     return {key: value[:heads].cuda() if isinstance(value, Tensor) else value for key, value in CALLS[name].items()}
@@ -83,7 +79,7 @@ def test_defaults_and_a_seed_pass_their_probes(
         **{"bounded_right": False, **features},
     )
     device = live_device(0)
-    for spec in supported_variants(family, device.arch, triton_version()):
+    for spec in supported_variants(family, device.arch, parse_triton_version(live_toolchain().triton)):
         seeds = seed_configs(spec, family, device.arch)[2:3]
         configs: list[Any] = [default_config(spec, family, device.arch), *seeds]
         for config in dict.fromkeys(configs):
@@ -102,7 +98,7 @@ def test_every_schedule_of_the_warp_specialised_forward_passes_its_probes(
 ) -> None:
     family, device = AttentionProblem.parse(f"1x2x1x64x64x{head_dim},varlen{words}").family, live_device(0)
     spec = variant_spec(Pass.FWD, Variant.HOPPER_WS)
-    if spec.supports(family, device.arch, triton_version()) is not None:
+    if spec.supports(family, device.arch, parse_triton_version(live_toolchain().triton)) is not None:
         pytest.skip("for sm_90")
     config = spec.config(SCHEDULE=schedule, CONSUMERS=1 if schedule is Schedule.SINGLE else 2, BLOCK_N=64)
     kernel = load_kernel(Candidate(family=family, variant=spec.variant, config=config), device.arch)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fa_autotune import attention
+from fa_autotune.decision import parse_triton_version
 from fa_autotune.family import Access, AttentionFamily, DType, Pass, strongest_access
 from fa_autotune.launch import live_device, live_toolchain, load_kernel
 from fa_autotune.probes import probes
@@ -22,11 +23,6 @@ LENGTHS = [(113, 203), (256, 512), (512, 256), (1023, 1024), (1, 239), (239, 1),
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.float32).to(dtype)
-
-
-def triton_version() -> tuple[int, int]:
-    major, minor = (int(part) for part in live_toolchain().triton.split(".")[:2])
-    return major, minor
 
 
 @pytest.mark.parametrize("kernel_pass", [Pass.FWD, Pass.BWD_DELTA, Pass.BWD_DKDV, Pass.BWD_DQ])
@@ -55,7 +51,7 @@ def test_every_variant_passes_its_probes(
         access=access or strongest_access(dtype, head_dim, head_dim_v),
     )
     device = live_device(0)
-    for spec in supported_variants(family, device.arch, triton_version()):
+    for spec in supported_variants(family, device.arch, parse_triton_version(live_toolchain().triton)):
         config: Any = default_config(spec, family, device.arch)
         candidate = Candidate(family=family, variant=spec.variant, config=config)
         assert rejection(candidate, None, device) is None

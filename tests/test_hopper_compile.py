@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from compile_candidates import compiling
 from compile_jobs import compiled_text
 
 from fa_autotune.compiler import (
@@ -28,7 +29,7 @@ from fa_autotune.family import Access, AttentionFamily, DType, Pass
 from fa_autotune.generated import write_module
 from fa_autotune.records import Candidate, CompileForm, TrialStatus, Variant
 from fa_autotune.render import render
-from fa_autotune.variants import KnobValue, compile_form, variant_spec
+from fa_autotune.variants import KnobValue, variant_spec
 from fa_autotune.worker import WorkerPool
 
 pytestmark = pytest.mark.kernel
@@ -66,23 +67,8 @@ def widest(schedule: Schedule, head_dims: tuple[int, int], **others: object) -> 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
-    folder = tmp_path_factory.mktemp("kernels")
-    with CompilePool(2, deadline_s=240.0) as pool:
-
-        def compile_all(candidates: Sequence[Candidate]) -> list[CompileResult]:
-            requests = [
-                CompileRequest(
-                    module_path=write_module(render(candidate), folder),
-                    arch="sm_90",
-                    form=compile_form(candidate.family),
-                    variant=candidate.variant,
-                    smem_limit_bytes=H200.smem_optin_bytes,
-                )
-                for candidate in candidates
-            ]
-            return [future.result() for future in map(pool.submit, requests)]
-
-        yield compile_all
+    with compiling(tmp_path_factory) as compile_all:
+        yield lambda candidates: compile_all(candidates, "sm_90", H200.smem_optin_bytes)
 
 
 def failed(candidates: Sequence[Candidate], results: Sequence[CompileResult]) -> dict[str, object]:

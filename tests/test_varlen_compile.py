@@ -3,14 +3,13 @@
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from compile_candidates import compiling
 
-from fa_autotune.compiler import CompilePool, CompileRequest, CompileResult
+from fa_autotune.compiler import CompileResult
 from fa_autotune.device import KNOWN_DEVICES
 from fa_autotune.family import Access, AttentionFamily, DType, Pass, strongest_access
-from fa_autotune.generated import write_module
 from fa_autotune.records import Candidate, TrialStatus, Variant
-from fa_autotune.render import render
-from fa_autotune.variants import compile_form, default_config, seed_configs, variant_spec
+from fa_autotune.variants import default_config, seed_configs, variant_spec
 from tests.feature_families import TILED
 
 pytestmark = pytest.mark.kernel
@@ -30,24 +29,10 @@ Compile = Callable[[Sequence[Candidate], str], list[CompileResult]]
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
-    """Compile candidates side by side."""
-    folder = tmp_path_factory.mktemp("kernels")
-    with CompilePool(2, deadline_s=240.0) as pool:
-
-        def compile_all(candidates: Sequence[Candidate], arch: str) -> list[CompileResult]:
-            requests = [
-                CompileRequest(
-                    module_path=write_module(render(candidate), folder),
-                    arch=arch,
-                    form=compile_form(candidate.family),
-                    variant=candidate.variant,
-                    smem_limit_bytes=H200.smem_optin_bytes if arch in ("sm_90", "sm_100") else 64 * 1024,
-                )
-                for candidate in candidates
-            ]
-            return [future.result() for future in map(pool.submit, requests)]
-
-        yield compile_all
+    with compiling(tmp_path_factory) as compile_all:
+        yield lambda candidates, arch: compile_all(
+            candidates, arch, H200.smem_optin_bytes if arch in ("sm_90", "sm_100") else 64 * 1024
+        )
 
 
 def make_family(

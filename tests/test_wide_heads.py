@@ -6,25 +6,25 @@ from typing import Any
 import pytest
 import torch
 import triton
+from compile_candidates import compiling
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_autotune import attention, flash_attn_kvpacked_func, kernel_plan
-from fa_autotune.compiler import CompilePool, CompileRequest, CompileResult
+from fa_autotune.compiler import CompileResult
 from fa_autotune.decision import Origin
 from fa_autotune.device import INTERPRETER, KNOWN_DEVICES, DeviceSpec
 from fa_autotune.dispatch import Dispatcher
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
 from fa_autotune.estimates import part_columns, value_parts
 from fa_autotune.family import Access, AttentionFamily, DType, Pass, strongest_access
-from fa_autotune.generated import write_module
 from fa_autotune.launch import load_kernel
 from fa_autotune.probes import probes
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, TrialStatus, Variant
 from fa_autotune.render import part_pieces, render
 from fa_autotune.snapshot import Snapshot
-from fa_autotune.variants import compile_form, default_config, seed_configs, supported_variants, variant_spec
+from fa_autotune.variants import default_config, seed_configs, supported_variants, variant_spec
 from fa_autotune.verify import verify
 from tests.attention_calls import (
     BFLOAT16,
@@ -226,24 +226,9 @@ def test_hoppers_own_variants_say_why_they_do_not_serve() -> None:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
-    """Compile candidates side by side for a GPU, with the shared memory that it has."""
-    folder = tmp_path_factory.mktemp("kernels")
-    with CompilePool(2, deadline_s=240.0) as pool:
-
-        def compile_all(candidates: Sequence[Candidate], device: DeviceSpec) -> list[CompileResult]:
-            requests = [
-                CompileRequest(
-                    module_path=write_module(render(candidate), folder),
-                    arch=device.arch,
-                    form=compile_form(candidate.family),
-                    variant=candidate.variant,
-                    smem_limit_bytes=device.smem_optin_bytes,
-                )
-                for candidate in candidates
-            ]
-            return [future.result() for future in map(pool.submit, requests)]
-
-        yield compile_all
+    """Compile candidates for a GPU, with the shared memory that it has."""
+    with compiling(tmp_path_factory) as compile_all:
+        yield lambda candidates, device: compile_all(candidates, device.arch, device.smem_optin_bytes)
 
 
 @pytest.mark.kernel
