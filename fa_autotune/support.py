@@ -95,7 +95,7 @@ def _too_wide(family: AttentionFamily) -> str:
 
 def _unknown_to_fused(family: AttentionFamily) -> str | None:
     """What the fused backwards, and the kernels beside them, do not know yet."""
-    lacks = {"alibi": "ALiBi", "varlen": "sequences in a row"} | _NEVER_IN_GLUON
+    lacks = {"alibi": "ALiBi"} | _NEVER_IN_GLUON
     found = [words for name, words in lacks.items() if getattr(family, name)]
     others = "portable variant serves" if family.varlen else "tma and portable variants serve"
     return f"it knows no {' and no '.join(found)}; the {others}" if found else None
@@ -116,6 +116,8 @@ def wide_supports(family: AttentionFamily, arch: str, triton_version: tuple[int,
     """The same of the fused backward of wide head dims."""
     if not is_wide(family):
         return f"it is for head dims above {WIDEST_SHARED}; hopper_ws serves"
+    if family.varlen:
+        return "it knows no sequences in a row; the portable variant serves"
     return _hopper_ws_supports(family, arch, triton_version) or _unknown_to_fused(family)
 
 

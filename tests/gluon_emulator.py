@@ -301,9 +301,18 @@ def _window(desc: Any, start: Sequence[int]) -> tuple[Tensor, tuple[slice, ...]]
     """The part of a descriptor's tensor that a block at `start` covers, and which part of the block that is."""
     if len(desc.shape) == 5:
         return _rows_of_sequence(desc, start)
-    whole = torch.as_strided(desc.base, desc.shape, desc.strides)
+    # One that has no end takes all that there is: what a block covers beyond it would be an error.
+    shape = [
+        desc.base.numel() // stride if length > FAR else length
+        for length, stride in zip(desc.shape, desc.strides, strict=True)
+    ]
+    whole = torch.as_strided(desc.base, shape, desc.strides)
     inside, covered = [], []
-    for first, size, length in zip(start, desc.block_shape, desc.shape, strict=True):
+    for first, size, length, has_end in zip(
+        start, desc.block_shape, shape, (length <= FAR for length in desc.shape), strict=True
+    ):
+        if not has_end and not 0 <= first <= length - size:
+            raise EmulatorError("a block lies outside of a workspace")
         low, high = min(max(first, 0), length), min(max(first + size, 0), length)
         inside.append(slice(low, high))
         covered.append(slice(low - first, high - first))
@@ -333,6 +342,7 @@ class Emulator:
                 return [Agent(program, "the program", partial(kernel, *arguments))]
             partitions: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
             names["gl"].warp_specialize = lambda parts, _warps, _registers: partitions.extend(parts)
+            _running.agent = Agent(program, "all warps", lambda: None)  # what the kernel finds for its partitions
             kernel(*arguments)
             return [Agent(program, work.__name__, partial(work, *given)) for work, given in partitions]
 
