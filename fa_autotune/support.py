@@ -116,8 +116,6 @@ def wide_supports(family: AttentionFamily, arch: str, triton_version: tuple[int,
     """The same of the fused backward of wide head dims."""
     if not is_wide(family):
         return f"it is for head dims above {WIDEST_SHARED}; hopper_ws serves"
-    if family.varlen:
-        return "it knows no sequences in a row; the portable variant serves"
     return _hopper_ws_supports(family, arch, triton_version) or _unknown_to_fused(family)
 
 

@@ -29,7 +29,7 @@ def failures(words: str, head_dim: int, folder: Path, **knobs: KnobValue) -> tup
     return verify(kernel, family, probe_list, torch.device("cpu")).failures
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("words", ["", "causal", "causal,left=9,softcap", "left=9", "unordered"])
 def test_passes_every_probe(words: str, head_dim: int, tmp_path: Path) -> None:
     """Ragged and empty sequences, rows and keys of none, NaN in what no row sees, and in what others see."""
