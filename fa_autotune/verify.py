@@ -303,11 +303,11 @@ def _expectations(
     factor = _gradient_factor(workload)
     if family.kernel_pass is Pass.BWD_DQ:
         empty, why = inputs[4] == float("-inf"), "rows that see no key"
-        numbers = (0, 3) if family.mask_gradient else (0,)
-        return [
-            ExpectedNumbers(name=name, ref=refs[i], pt=pts[i], zero=empty, why=why, factor=factor)
-            for i, name in zip(numbers, ("dq", "d_mask"), strict=False)
-        ]
+        shared: dict[str, Any] = {"zero": empty, "why": why, "factor": factor}
+        found = [ExpectedNumbers(name="dq", ref=refs[0], pt=pts[0], **shared)]
+        if family.mask_gradient:
+            found.append(ExpectedNumbers(name="d_mask", ref=refs[3], pt=pts[3], terms=family.head_dim_v, **shared))
+        return found
     unseen, why = _unseen_keys(workload, inputs[1], first_key), "keys that no row sees"
     return [
         ExpectedNumbers(name=name, ref=refs[i], pt=pts[i], zero=unseen, why=why, factor=factor)
