@@ -304,7 +304,7 @@ def _expectations(
     if family.kernel_pass is Pass.BWD_DQ:
         empty, why = inputs[4] == float("-inf"), "rows that see no key"
         shared: dict[str, Any] = {"zero": empty, "why": why, "factor": factor}
-        found = [ExpectedNumbers(name="dq", ref=refs[0], pt=pts[0], **shared)]
+        found: list[Expectation] = [ExpectedNumbers(name="dq", ref=refs[0], pt=pts[0], **shared)]
         if family.mask_gradient:
             found.append(ExpectedNumbers(name="d_mask", ref=refs[3], pt=pts[3], terms=family.head_dim_v, **shared))
         return found
