@@ -16,8 +16,7 @@ from fa_autotune.varlen_plan import Gradients, VarlenTensors
 
 _library: Any = torch.library  # its functions lack types
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k"
-_CALL = "float? softmax_scale, int window_left, int window_right, float softcap, int backend, "
-_CALL += "float dropout_p=0.0"
+_CALL = "float? softmax_scale, int window_left, int window_right, float softcap, int backend, float dropout_p"
 _EXTRAS = "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? dropout_seed=None"
 _NUM_EXTRAS = _EXTRAS.count(",") + 1
 _NUM_CALL = _CALL.count(",") + 1

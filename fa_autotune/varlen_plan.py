@@ -42,7 +42,7 @@ class VarlenArguments(NamedTuple):
     window_right: int
     softcap: float
     backend: int
-    dropout_p: float = 0.0
+    dropout_p: float
 
     @property
     def runs(self) -> int:
