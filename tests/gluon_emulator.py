@@ -231,13 +231,19 @@ class Pointer:
     def __add__(self, offset: int | Tensor) -> "Pointer":
         return Pointer(self.values, self.place + offset)
 
+    def __getitem__(self, axes: Any) -> "Pointer":
+        assert isinstance(self.place, Tensor)
+        return Pointer(self.values, self.place[axes])
+
     def load(self, mask: Tensor | None, other: int) -> Any:
         if not isinstance(self.place, Tensor):
             found = self.values[self.place]
             return found if found.is_floating_point() else Number(found)
         if mask is None:
+            assert 0 <= int(self.place.min()), "a load before its tensor"
             return self.values[self.place]
-        assert int(self.place[mask].max()) < self.values.numel()
+        mask = mask.broadcast_to(self.place.shape)
+        assert not mask.any() or int(self.place[mask].max()) < self.values.numel()
         return torch.where(mask, self.values[torch.where(mask, self.place, 0)], other)
 
     def store(self, value: Any, mask: Tensor | None = None) -> None:
@@ -376,6 +382,8 @@ def _names(module: ModuleType, machine: Machine) -> dict[str, Any]:
         names.update(_assembly(machine, names.get("MEETING_THREADS", 0)))
     if "tanh" in names:
         names["tanh"] = torch.tanh
+    if "kept_only" in names:
+        names.update(kept_only=_kept_only, uniform=lambda number: number)
     if "keep" in names:
         dtype = names["DTYPE"]
         names.update(keep=lambda p: p.to(dtype), operand=lambda p, _layout: p)
@@ -383,6 +391,12 @@ def _names(module: ModuleType, machine: Machine) -> dict[str, Any]:
             if name in names:
                 names[name] = partial(_scalars, names[name])
     return names
+
+
+def _kept_only(p: Tensor, words: Tensor, threshold: int) -> Tensor:
+    """p where the half of a word that belongs to a key, the upper one of odd keys, is at least the threshold."""
+    is_odd = torch.arange(p.shape[1]) % 2 == 1
+    return torch.where((torch.where(is_odd, words >> 16, words) & 0xFFFF) >= threshold, p, 0.0)
 
 
 def _ping_pong(machine: Machine, consumers: int) -> dict[str, Callable[..., Any]]:
