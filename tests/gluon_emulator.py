@@ -25,6 +25,7 @@ from torch import Tensor
 
 NAN = float("nan")
 WRONG_NUMBER = -(2**30)  # what integers in memory hold before something is stored
+WRONG_BYTE = 77
 PATIENCE_S = 60.0  # for a partition that neither ends nor waits
 ARRIVAL_RATE = 0.4  # how often a load that is on its way arrives before a partition goes on
 THREADS_PER_WARPGROUP = 128
@@ -49,6 +50,7 @@ class Agent:
     done: bool = False
     products: list["Product"] = field(default_factory=list)
     copies: list["Copy"] = field(default_factory=list)
+    own_copies: list[Callable[[], Any]] = field(default_factory=list)  # to shared memory, each a group of its own
     last_turn: tuple[int, int] | None = None  # which counter it read last, and what that held
 
 
@@ -231,6 +233,12 @@ class Pointer:
     def __add__(self, offset: int | Tensor) -> "Pointer":
         return Pointer(self.values, self.place + offset)
 
+    def to(self, dtype: torch.dtype, bitcast: bool) -> "Pointer":
+        """To numbers of another type and the same size."""
+        assert bitcast
+        assert dtype.itemsize == self.values.element_size()
+        return Pointer(self.values.view(dtype), self.place)
+
     def __getitem__(self, axes: Any) -> "Pointer":
         assert isinstance(self.place, Tensor)
         return Pointer(self.values, self.place[axes])
@@ -366,6 +374,7 @@ def _names(module: ModuleType, machine: Machine) -> dict[str, Any]:
         gl=_language(),
         mbarrier=_mbarrier(machine),
         tma=_tma(machine),
+        async_copy=_async_copy(machine),
         fence_async_shared=lambda: None,
         partition_barrier=lambda: None,
         warpgroup_mma=_product,
@@ -459,10 +468,12 @@ def _language() -> SimpleNamespace:
     def allocate(dtype: torch.dtype, shape: Sequence[int], _layout: object) -> Memory | Barriers:
         if dtype is torch.int64:
             return Barriers(shape[0])
-        return Memory(torch.full(tuple(shape), NAN if dtype.is_floating_point else WRONG_NUMBER, dtype=dtype))
+        wrong = NAN if dtype.is_floating_point else WRONG_BYTE if dtype is torch.int8 else WRONG_NUMBER
+        return Memory(torch.full(tuple(shape), wrong, dtype=dtype))
 
     return SimpleNamespace(
         float32=torch.float32,
+        int8=torch.int8,
         int32=torch.int32,
         int64=torch.int64,
         minimum=elementwise(torch.minimum, min),
@@ -487,6 +498,7 @@ def _language() -> SimpleNamespace:
         SliceLayout=lambda _dim, _parent: None,
         DotOperandLayout=lambda _operand, _parent, _width: None,
         BlockedLayout=lambda *_shape: None,
+        pointer_type=lambda dtype: dtype,
         SwizzledSharedLayout=lambda *_shape: None,
         program_id=lambda _axis: _running.agent.program,
         allocate_shared_memory=allocate,
@@ -535,6 +547,23 @@ def _tma(machine: Machine) -> SimpleNamespace:
         async_copy_shared_to_global=lambda desc, start, source: _store(desc, start, source, adds=False),
         store_wait=_wait_for_copies,
     )
+
+
+def _async_copy(machine: Machine) -> SimpleNamespace:
+    """Copies by the threads of a partition, which are there once it has waited for them."""
+
+    def start(target: Memory, source: Pointer, mask: Tensor) -> None:
+        values = source.load(mask, 0)
+        target.values.fill_(NAN if values.is_floating_point() else WRONG_BYTE)
+        _running.agent.own_copies.append(partial(target.values.copy_, values))
+
+    def wait(left: int) -> None:
+        machine.wait(lambda: True, "nothing")
+        copies = _running.agent.own_copies
+        while len(copies) > left:
+            copies.pop(0)()
+
+    return SimpleNamespace(async_copy_global_to_shared=start, commit_group=lambda: None, wait_group=wait)
 
 
 def _store(desc: Any, start: Sequence[int], source: Memory, *, adds: bool) -> None:
