@@ -25,7 +25,7 @@ from torch import Tensor
 
 NAN = float("nan")
 WRONG_NUMBER = -(2**30)  # what integers in memory hold before something is stored
-WRONG_BYTE = 77
+WRONG_PAIR = 0x4D4D  # of bools: both true
 PATIENCE_S = 60.0  # for a partition that neither ends nor waits
 ARRIVAL_RATE = 0.4  # how often a load that is on its way arrives before a partition goes on
 THREADS_PER_WARPGROUP = 128
@@ -234,10 +234,12 @@ class Pointer:
         return Pointer(self.values, self.place + offset)
 
     def to(self, dtype: torch.dtype, bitcast: bool) -> "Pointer":
-        """To numbers of another type and the same size."""
+        """To numbers of another type, that are as wide or wider."""
         assert bitcast
-        assert dtype.itemsize == self.values.element_size()
-        return Pointer(self.values.view(dtype), self.place)
+        ratio = dtype.itemsize // self.values.element_size()
+        assert isinstance(self.place, Tensor)
+        assert not (self.place % ratio).any()
+        return Pointer(self.values.view(dtype), self.place // ratio)
 
     def __getitem__(self, axes: Any) -> "Pointer":
         assert isinstance(self.place, Tensor)
@@ -391,6 +393,10 @@ def _names(module: ModuleType, machine: Machine) -> dict[str, Any]:
         names.update(_assembly(machine, names.get("MEETING_THREADS", 0)))
     if "tanh" in names:
         names["tanh"] = torch.tanh
+    if "where_shown" in names:
+        names["where_shown"] = _where_shown
+    if "in_float32" in names:
+        names["in_float32"] = lambda mask: mask.float()
     if "kept_only" in names:
         names.update(kept_only=_kept_only, uniform=lambda number: number)
     if "keep" in names:
@@ -400,6 +406,12 @@ def _names(module: ModuleType, machine: Machine) -> dict[str, Any]:
             if name in names:
                 names[name] = partial(_scalars, names[name])
     return names
+
+
+def _where_shown(qk: Tensor, pairs: Tensor) -> Tensor:
+    """qk where the byte of a pair that belongs to a key, the upper one of odd keys, is not 0."""
+    is_odd = torch.arange(qk.shape[1]) % 2 == 1
+    return torch.where((torch.where(is_odd, pairs >> 8, pairs) & 0xFF) != 0, qk, -torch.inf)
 
 
 def _kept_only(p: Tensor, words: Tensor, threshold: int) -> Tensor:
@@ -468,12 +480,12 @@ def _language() -> SimpleNamespace:
     def allocate(dtype: torch.dtype, shape: Sequence[int], _layout: object) -> Memory | Barriers:
         if dtype is torch.int64:
             return Barriers(shape[0])
-        wrong = NAN if dtype.is_floating_point else WRONG_BYTE if dtype is torch.int8 else WRONG_NUMBER
+        wrong = NAN if dtype.is_floating_point else WRONG_PAIR if dtype is torch.int16 else WRONG_NUMBER
         return Memory(torch.full(tuple(shape), wrong, dtype=dtype))
 
     return SimpleNamespace(
         float32=torch.float32,
-        int8=torch.int8,
+        int16=torch.int16,
         int32=torch.int32,
         int64=torch.int64,
         minimum=elementwise(torch.minimum, min),
@@ -492,6 +504,7 @@ def _language() -> SimpleNamespace:
         full=lambda shape, value, dtype, _layout: torch.full(tuple(shape), value, dtype=dtype),
         zeros=lambda shape, dtype, _layout: torch.zeros(tuple(shape), dtype=dtype),
         arange=lambda low, high, layout: torch.arange(low, high),
+        join=lambda one, other: torch.stack((one, other), -1),
         reshape=lambda values, shape: values.reshape(tuple(shape)),
         permute=lambda values, order: values.permute(tuple(order)),
         convert_layout=lambda values, _layout, assert_trivial=False: values,
@@ -554,7 +567,7 @@ def _async_copy(machine: Machine) -> SimpleNamespace:
 
     def start(target: Memory, source: Pointer, mask: Tensor) -> None:
         values = source.load(mask, 0)
-        target.values.fill_(NAN if values.is_floating_point() else WRONG_BYTE)
+        target.values.fill_(NAN if values.is_floating_point() else WRONG_PAIR)
         _running.agent.own_copies.append(partial(target.values.copy_, values))
 
     def wait(left: int) -> None:
