@@ -145,15 +145,22 @@ def out_fits_query_rows(family: AttentionFamily) -> bool:
     return qk_widths[: len(v_widths)] == v_widths
 
 
+def copies_mask(family: AttentionFamily) -> bool:
+    """Whether `hopper_ws` copies a mask's tiles to shared memory, 16 bytes at a time, or reads them by elements."""
+    return family.has_mask and not (family.loose_mask or family.bounded_left)
+
+
 def hopper_smem_bytes(family: AttentionFamily, config: HopperWsFwdConfig) -> int:
-    """Shared memory of a `hopper_ws` kernel: query rows, the ring, and rows of O that do not go through the former."""
+    """Shared memory of a `hopper_ws` kernel: query rows, the ring, rows of O that do not go through the former, a mask's
+    tile."""
     qk_widths, v_widths = head_dim_pieces(family.head_dim), head_dim_pieces(family.head_dim_v)
     pipelined = config.SCHEDULE is Schedule.PIPELINED
     columns = sum(qk_widths) * (2 if pipelined else 1)
     if pipelined or config.OWN_OUT or not out_fits_query_rows(family):
         columns += sum(v_widths)
     ring = config.num_stages * config.BLOCK_N * (sum(qk_widths) + sum(v_widths))
-    return (config.BLOCK_M * columns + ring) * family.dtype.itemsize + BARRIER_BYTES
+    mask_bytes = config.BLOCK_M * config.BLOCK_N * family.mask_itemsize if copies_mask(family) else 0
+    return (config.BLOCK_M * columns + ring) * family.dtype.itemsize + mask_bytes + BARRIER_BYTES
 
 
 def fused_smem_bytes(family: AttentionFamily, config: FusedConfig) -> int:
@@ -170,8 +177,10 @@ def fused_smem_bytes(family: AttentionFamily, config: FusedConfig) -> int:
 
 
 def consumer_registers(family: AttentionFamily, config: HopperWsFwdConfig) -> int:
-    """Registers per thread for the accumulators, the scores, and P as the next operand."""
+    """Registers per thread for the accumulators, the scores, P as the next operand, and a mask's tile."""
     values = padded_head_dim(family.head_dim_v) + config.BLOCK_N + config.BLOCK_N * family.dtype.itemsize // 4
+    if family.has_mask:  # two of 16 bits or fewer in a register
+        values += config.BLOCK_N * max(2, family.mask_itemsize) // 4
     return ROWS_PER_WARPGROUP * values // 128
 
 
