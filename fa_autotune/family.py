@@ -176,10 +176,10 @@ class AttentionFamily:
             )
 
     def _check_varlen(self) -> None:
-        if self.varlen and self.kernel_pass in KEYLESS_PASSES:
+        if self.varlen and self.kernel_pass is Pass.BWD_DELTA:
             raise InvalidProblemError(
-                f"varlen=True is for passes with keys: {self.kernel_pass.value} goes over rows, whatever sequence they "
-                "belong to; leave it out there"
+                f"varlen=True is for passes that know sequences: {self.kernel_pass.value} goes over rows, whatever "
+                "sequence they belong to; leave it out there"
             )
         found = [name for name in MASK_KINDS if getattr(self, name)]
         if self.varlen and found:
@@ -244,13 +244,16 @@ class AttentionFamily:
     @property
     def length_tensors(self) -> tuple[str, ...]:
         """What the kernel takes after those, int32 (sequences + 1): fields of `features.Features`."""
+        if self.kernel_pass is Pass.BWD_PREPROCESS:  # which knows no keys
+            return ("cu_seqlens_q",) if self.varlen else ()
         return ("cu_seqlens_q", "cu_seqlens_k") if self.varlen else ()
 
     @property
     def feature_numbers(self) -> tuple[str, ...]:
         """What the kernel takes after the diagonal: fields of `features.Features`."""
         if self.kernel_pass is Pass.BWD_POSTPROCESS:
-            return ("left_diagonal", "key_offset") if self.bounded_left else ()
+            known = ("left_diagonal",) if self.varlen else ("left_diagonal", "key_offset")
+            return known if self.bounded_left else ()
         names = {"left_diagonal": self.bounded_left, "softcap": self.softcap, "dropout_p": self.dropout}
         return tuple(name for name, is_on in names.items() if is_on)
 

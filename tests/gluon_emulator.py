@@ -307,7 +307,8 @@ def _rows_of_sequence(desc: Any, start: Sequence[int]) -> tuple[Tensor, tuple[sl
     if first < 0 and low < high:
         raise EmulatorError("a block starts before its tensor")
     width = min(desc.block_shape[4], desc.shape[4] - column)
-    whole = torch.as_strided(desc.base, (desc.base.shape[1], desc.base.shape[2], desc.shape[4]), desc.strides[2:])
+    total = desc.base.shape[0 if desc.base.ndim == 3 else 2]  # a call's own tensors are (total, heads, columns)
+    whole = torch.as_strided(desc.base, (desc.shape[2], total, desc.shape[4]), desc.strides[2:])
     rows = whole[head, low:high, column : column + width][None, None, None]
     one = slice(0, 1)
     return rows, (one, one, one, slice(low - first, high - first), slice(0, width))
@@ -317,9 +318,18 @@ def _window(desc: Any, start: Sequence[int]) -> tuple[Tensor, tuple[slice, ...]]
     """The part of a descriptor's tensor that a block at `start` covers, and which part of the block that is."""
     if len(desc.shape) == 5:
         return _rows_of_sequence(desc, start)
-    whole = torch.as_strided(desc.base, desc.shape, desc.strides)
+    # One that has no end takes all that there is: what a block covers beyond it would be an error.
+    shape = [
+        desc.base.numel() // stride if length > FAR else length
+        for length, stride in zip(desc.shape, desc.strides, strict=True)
+    ]
+    whole = torch.as_strided(desc.base, shape, desc.strides)
     inside, covered = [], []
-    for first, size, length in zip(start, desc.block_shape, desc.shape, strict=True):
+    for first, size, length, has_end in zip(
+        start, desc.block_shape, shape, (length <= FAR for length in desc.shape), strict=True
+    ):
+        if not has_end and not 0 <= first <= length - size:
+            raise EmulatorError("a block lies outside of a workspace")
         low, high = min(max(first, 0), length), min(max(first + size, 0), length)
         inside.append(slice(low, high))
         covered.append(slice(low - first, high - first))
@@ -336,8 +346,14 @@ class Emulator:
     def __call__(self, q: Tensor, k: Tensor, *others: Any) -> None:
         scratch = torch.zeros(getattr(self.module, "SCRATCH_INTS", 0), dtype=torch.int32)
         given = (q, k, *others, scratch) if scratch.numel() else (q, k, *others)
-        arguments = [_pointer(one) if isinstance(one, Tensor) else one for one in self.module.arguments(*given)]
-        programs = self._programs(q, k, arguments, is_counted=bool(scratch.numel()))
+        arguments = self.module.arguments(*given)
+        self.launch(self._programs(q, k, arguments, is_counted=bool(scratch.numel())), arguments)
+        if scratch.any():
+            raise EmulatorError("the tile counter was left at another value than 0")
+
+    def launch(self, programs: int, values: Sequence[Any]) -> None:
+        """Run so many programs on a kernel's arguments."""
+        arguments = [_pointer(one) if isinstance(one, Tensor) else one for one in values]
         machine = Machine(self.seed, self.num_sms)
         names = _names(self.module, machine)
         names["gl"].num_programs = lambda _axis: programs
@@ -349,12 +365,11 @@ class Emulator:
                 return [Agent(program, "the program", partial(kernel, *arguments))]
             partitions: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
             names["gl"].warp_specialize = lambda parts, _warps, _registers: partitions.extend(parts)
+            _running.agent = Agent(program, "all warps", lambda: None)  # what the kernel finds for its partitions
             kernel(*arguments)
             return [Agent(program, work.__name__, partial(work, *given)) for work, given in partitions]
 
         machine.run(start, programs)
-        if scratch.any():
-            raise EmulatorError("the tile counter was left at another value than 0")
 
     def _programs(self, q: Tensor, k: Tensor, arguments: Sequence[Any], *, is_counted: bool) -> int:
         owner = q if self.is_forward else k
