@@ -151,8 +151,8 @@ def copies_mask(family: AttentionFamily) -> bool:
 
 
 def hopper_smem_bytes(family: AttentionFamily, config: HopperWsFwdConfig) -> int:
-    """Shared memory of a `hopper_ws` kernel: query rows, the ring, rows of O that do not go through the former, a mask's
-    tile."""
+    """Shared memory of a `hopper_ws` kernel: query rows, the ring, rows of O that do not go through the former, and the
+    tile of a mask."""
     qk_widths, v_widths = head_dim_pieces(family.head_dim), head_dim_pieces(family.head_dim_v)
     pipelined = config.SCHEDULE is Schedule.PIPELINED
     columns = sum(qk_widths) * (2 if pipelined else 1)

@@ -11,7 +11,7 @@ import torch
 from gluon_emulator import Emulator
 from torch import Tensor
 
-from fa_autotune import attention_varlen, varlen_plan
+from fa_autotune import varlen_plan
 from fa_autotune.device import INTERPRETER
 from fa_autotune.family import Pass
 from fa_autotune.generated import load_module, write_module
