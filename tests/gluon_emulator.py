@@ -250,7 +250,7 @@ class Pointer:
             found = self.values[self.place]
             return found if found.is_floating_point() else Number(found)
         if mask is None:
-            assert 0 <= int(self.place.min()), "a load before its tensor"
+            assert int(self.place.min()) >= 0, "a load before its tensor"
             return self.values[self.place]
         mask = mask.broadcast_to(self.place.shape)
         assert not mask.any() or int(self.place[mask].max()) < self.values.numel()
