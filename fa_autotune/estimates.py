@@ -21,6 +21,7 @@ from fa_autotune.family import AttentionFamily, DType, Pass
 from fa_autotune.fused_workspace import PART_COLUMNS, PART_ROWS, fused_tile
 
 WIDEST_PIECE = 256  # columns of a tile, by what a descriptor takes; of a row's accumulator, by a warpgroup's registers
+WIDEST_BUSY = 192  # head_dim_v that leaves registers for nearly all that may go with a mask or dropout
 BARRIER_BYTES = 640  # at most, of a `hopper_ws` kernel, forward or backward
 WIDE_BARRIER_BYTES = 896  # of a `hopper_wide` kernel
 
@@ -177,11 +178,21 @@ def fused_smem_bytes(family: AttentionFamily, config: FusedConfig) -> int:
 
 
 def consumer_registers(family: AttentionFamily, config: HopperWsFwdConfig) -> int:
-    """Registers per thread for the accumulators, the scores, P as the next operand, and a mask's tile."""
+    """Registers per thread for the accumulators, the scores, P as the next operand, and what a mask takes."""
     values = padded_head_dim(family.head_dim_v) + config.BLOCK_N + config.BLOCK_N * family.dtype.itemsize // 4
-    if family.has_mask:  # two of 16 bits or fewer in a register
-        values += config.BLOCK_N * max(2, family.mask_itemsize) // 4
-    return ROWS_PER_WARPGROUP * values // 128
+    return ROWS_PER_WARPGROUP * values // 128 + (_mask_registers(family, config) if family.has_mask else 0)
+
+
+def _mask_registers(family: AttentionFamily, config: HopperWsFwdConfig) -> int:
+    """Registers per thread for a mask's tile, to find it, and for what else is then too much, as kernels showed."""
+    elements = ROWS_PER_WARPGROUP * config.BLOCK_N // 128
+    if not copies_mask(family):  # each in a register, and where it is
+        return 2 * elements
+    tile = elements * max(2, family.mask_itemsize) // 4  # two in a register at most
+    pointers = 2 * elements * family.mask_itemsize // 16
+    is_counted = config.SCHEDULE in (Schedule.PERSISTENT, Schedule.PIPELINED)
+    others = (family.softcap, family.alibi, family.dropout, family.bounded_right and is_counted)
+    return tile + pointers + 4 * sum(others)
 
 
 def backward_registers(family: AttentionFamily, config: BackwardConfig, device: DeviceSpec) -> int:

@@ -2,7 +2,7 @@
 
 from fa_autotune.config import HopperWideBwdConfig, HopperWsBwdConfig, HopperWsFwdConfig, Schedule
 from fa_autotune.constraints import holds_busy_tile
-from fa_autotune.estimates import fused_smem_bytes, hopper_smem_bytes, padded_head_dim
+from fa_autotune.estimates import WIDEST_BUSY, fused_smem_bytes, hopper_smem_bytes, padded_head_dim
 from fa_autotune.family import AttentionFamily
 
 SMEM_BYTES = 227 * 1024  # that a program on sm_90 may have
@@ -67,7 +67,15 @@ _BUSY_FORWARD: list[tuple[int, list[tuple[Schedule, int, int, int, bool, bool]]]
             (Schedule.SINGLE, 1, 64, 2, False, False),
         ],
     ),
-    _FORWARD[-1],
+    (
+        256,
+        [
+            (Schedule.TILE, 2, 64, 2, False, False),
+            (Schedule.TILE, 2, 64, 2, True, False),
+            (Schedule.PERSISTENT, 2, 64, 2, False, False),
+            (Schedule.PERSISTENT, 2, 64, 2, True, False),
+        ],
+    ),
 ]
 
 # HEADS_PER_GROUP and DIAGONAL_FIRST of the fused backward. The order that no length is slow in is first; the other one
@@ -101,6 +109,10 @@ def forward_seeds(family: AttentionFamily) -> list[HopperWsFwdConfig]:
     ]
     if not is_busy:
         return seeds
+    if widest > _FORWARD[1][0]:
+        # Of accumulators so wide, one keeps an address in memory in one kind of kernel, and one in the other.
+        schedule = Schedule.PERSISTENT if family.dropout and not family.bounded_right else Schedule.TILE
+        seeds = [one for one in seeds if one.SCHEDULE is schedule or family.head_dim_v <= WIDEST_BUSY]
     return [one for one in seeds if hopper_smem_bytes(family, one) <= SMEM_BYTES and holds_busy_tile(family, one)]
 
 

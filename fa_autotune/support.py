@@ -1,7 +1,7 @@
 """Which families a variant serves, on which GPU and with which Triton: the reason why it can't, or None."""
 
 from fa_autotune.device import INTERPRETER_ARCH
-from fa_autotune.estimates import WIDEST_PIECE, multiplies_by_warp
+from fa_autotune.estimates import WIDEST_BUSY, WIDEST_PIECE, copies_mask, multiplies_by_warp
 from fa_autotune.family import Access, AttentionFamily, DType, Pass
 from fa_autotune.fused_workspace import PART_ROWS, WIDEST_SHARED, fused_tile, is_wide
 from fa_autotune.tiles import is_wide_head
@@ -9,6 +9,7 @@ from fa_autotune.tiles import is_wide_head
 MIN_TRITON = (3, 6)
 GLUON_TRITONS = ((3, 6), (3, 7))
 WIDEST_WITH_LEFT_WINDOW = 192  # head_dim_v of the Hopper forward; wider ones spill in their loops
+WIDEST_BY_ELEMENTS = 128  # the same beside a mask that is not copied
 
 
 def portable_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
@@ -86,7 +87,22 @@ def hopper_forward_supports(family: AttentionFamily, arch: str, triton_version: 
         )
     if family.dropout and family.bounded_left:
         return "dropout wants whole 16 keys, and descriptors would read some that no row sees; the portable one serves"
-    return None
+    return _too_busy(family)
+
+
+def _too_busy(family: AttentionFamily) -> str | None:
+    """Why a mask or dropout leave no registers for all else that is computed beside the products."""
+    others = f"head_dim_v={family.head_dim_v} leaves no registers for"
+    end = "the tma and portable variants serve"
+    if family.has_mask and not copies_mask(family) and family.head_dim_v > WIDEST_BY_ELEMENTS:
+        return f"{others} a mask that is read by elements, {WIDEST_BY_ELEMENTS} does; {end}"
+    if not (family.has_mask or family.dropout) or family.head_dim_v <= WIDEST_BUSY:
+        return None
+    if family.wide_bias:
+        return f"{others} a mask in fp32, {WIDEST_BUSY} does; {end}"
+    found = [name for name in ("has_mask", "dropout", "softcap", "alibi") if getattr(family, name)]
+    words = " and ".join(found).replace("has_mask", "attn_mask")
+    return f"{others} {words} at once; {end}" if len(found) > 1 else None
 
 
 def _too_wide(family: AttentionFamily) -> str:
