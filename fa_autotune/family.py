@@ -244,8 +244,6 @@ class AttentionFamily:
     @property
     def length_tensors(self) -> tuple[str, ...]:
         """What the kernel takes after those, int32 (sequences + 1): fields of `features.Features`."""
-        if self.kernel_pass is Pass.BWD_PREPROCESS:  # which knows no keys
-            return ("cu_seqlens_q",) if self.varlen else ()
         return ("cu_seqlens_q", "cu_seqlens_k") if self.varlen else ()
 
     @property

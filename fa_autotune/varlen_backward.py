@@ -57,10 +57,10 @@ class PackedBackward:
         lse: Tensor, d_out: Tensor, d_lse: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
     ) -> Tensor:  # fmt: skip
         """Write dq, dk and dv; gives the statistics, for `delta_of`."""
-        sizes = self._sizes(counts)
+        sizes, lengths = self._sizes(counts), (cu_seqlens_q, cu_seqlens_k)
         statistics = self._allocate(*_strided(sizes[0]), torch.float32)
         turns = self._allocate(*_strided(sizes[1]), torch.int32)
-        self._preprocess(counts, out, d_out, lse, statistics, turns, cu_seqlens_q)
+        self._preprocess(counts, out, d_out, lse, statistics, turns, *lengths)
         if d_lse is not None:
             places = padded_places(cu_seqlens_q, counts.total_q, STATISTIC_ROWS)
             delta = statistics[1]
@@ -70,7 +70,6 @@ class PackedBackward:
                 gradient.zero_()
             return statistics
         dq_acc = self._allocate(*_strided(sizes[2]), torch.float32)
-        lengths = cu_seqlens_q, cu_seqlens_k
         self._fused(counts, q, k, v, d_out, statistics, turns, dk, dv, dq_acc, *lengths)
         self._postprocess(counts, dq_acc, dq, *lengths)
         return statistics
