@@ -425,7 +425,8 @@ def _assembly(machine: Machine, meeting_threads: int) -> dict[str, Callable[...,
         pointer.values[pointer.place] += change
         _running.agent.last_turn = None
 
-    return {"uniform": lambda number: number, "meet": meet, "read_turn": read_turn, "pass_turn": pass_turn}
+    same = dict.fromkeys(("uniform", "uniform_long", "uniform_address"), lambda value: value)
+    return {**same, "meet": meet, "read_turn": read_turn, "pass_turn": pass_turn}
 
 
 def _language() -> SimpleNamespace:
