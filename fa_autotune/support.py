@@ -95,7 +95,7 @@ def _too_wide(family: AttentionFamily) -> str:
 
 def _unknown_to_fused(family: AttentionFamily) -> str | None:
     """What the fused backwards, and the kernels beside them, do not know yet."""
-    lacks = {"varlen": "sequences in a row"} | _NEVER_IN_GLUON
+    lacks = {"varlen": "sequences in a row", "has_mask": "attn_mask"}
     found = [words for name, words in lacks.items() if getattr(family, name)]
     others = "portable variant serves" if family.varlen else "tma and portable variants serve"
     return f"it knows no {' and no '.join(found)}; the {others}" if found else None

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa_autotune.dropout import STEPS, kept_of
+
 NAN = float("nan")
 WRONG_NUMBER = -(2**30)  # what integers in memory hold before something is stored
 PATIENCE_S = 60.0  # for a partition that neither ends nor waits
@@ -374,6 +376,8 @@ def _names(module: ModuleType, machine: Machine) -> dict[str, Any]:
         names.update(_ping_pong(machine, names["CONSUMERS"]))
     else:
         names.update(_assembly(machine, names.get("MEETING_THREADS", 0)))
+    if "drop" in names:
+        names.update(seed_of=_halves_of_seed, drop=_drop)
     if "tanh" in names:
         names["tanh"] = torch.tanh
     if "keep" in names:
@@ -383,6 +387,21 @@ def _names(module: ModuleType, machine: Machine) -> dict[str, Any]:
             if name in names:
                 names[name] = partial(_scalars, names[name])
     return names
+
+
+def _halves_of_seed(pointer: Pointer) -> tuple[int, int]:
+    seed = int(pointer.load(None, 0))
+    return seed & 0xFFFFFFFF, seed >> 32
+
+
+def _drop(
+    p: Tensor, p_of_ds: Tensor, row: int, key: int, number: int, low: int, high: int, threshold: int
+) -> tuple[Tensor, Tensor]:
+    """P for dv and P for dS of keys and query rows, as `dropout` has it."""
+    keys, rows = p.shape
+    heads, kept_at = torch.tensor([[number]]), threshold / STEPS
+    kept = kept_of(torch.tensor([high << 32 | low]), heads, range(row, row + rows), range(key, key + keys), kept_at)
+    return torch.where(kept[0, 0].T, p, 0.0), torch.where(kept[0, 0].T, p_of_ds, -p_of_ds)
 
 
 def _ping_pong(machine: Machine, consumers: int) -> dict[str, Callable[..., Any]]:
