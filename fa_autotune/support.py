@@ -3,12 +3,13 @@
 from fa_autotune.device import INTERPRETER_ARCH
 from fa_autotune.estimates import WIDEST_PIECE, multiplies_by_warp
 from fa_autotune.family import Access, AttentionFamily, DType, Pass
-from fa_autotune.fused_workspace import PART_ROWS, WIDEST_SHARED, fused_tile, is_wide
+from fa_autotune.fused_workspace import NARROW_HEAD_DIM, PART_ROWS, WIDEST_SHARED, fused_tile, is_wide
 from fa_autotune.tiles import is_wide_head
 
 MIN_TRITON = (3, 6)
 GLUON_TRITONS = ((3, 6), (3, 7))
 WIDEST_WITH_LEFT_WINDOW = 192  # head_dim_v of the Hopper forward; wider ones spill in their loops
+WIDEST_WITH_DROPOUT = 192  # head_dim_v of the fused backward of wide head dims
 
 
 def portable_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
@@ -101,6 +102,22 @@ def _unknown_to_fused(family: AttentionFamily) -> str | None:
     return f"it knows no {' and no '.join(found)}; the {others}" if found else None
 
 
+def _spills_in_fused(family: AttentionFamily) -> str | None:
+    """Which features take more registers together than the fused backwards have, beside the gradients of their tiles."""
+    if max(family.head_dim, family.head_dim_v) <= NARROW_HEAD_DIM:
+        return None
+    if family.softcap and family.alibi:
+        return f"capped scores with ALiBi spill above head_dim {NARROW_HEAD_DIM}; the tma and portable variants serve"
+    if not family.dropout:
+        return None
+    if not is_wide(family) and (family.softcap or family.bounded_left):
+        what = "of capped scores" if family.softcap else "in a window"
+        return f"dropout {what} spills above head_dim {NARROW_HEAD_DIM}; the tma and portable variants serve"
+    if family.head_dim_v > WIDEST_WITH_DROPOUT:
+        return f"dropout spills above head_dim_v {WIDEST_WITH_DROPOUT}; the tma and portable variants serve"
+    return None
+
+
 def fused_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
     """The same of the fused backward whose warpgroups share out dk and dv."""
     if is_wide(family):
@@ -109,14 +126,16 @@ def fused_supports(family: AttentionFamily, arch: str, triton_version: tuple[int
     narrow = fused_tile(family).block_m > PART_ROWS
     if family.unordered and family.softcap and family.bounded_left and narrow and family.dtype is DType.FLOAT16:
         return "a window of capped scores in float16 spills where dq is added in any order; in order it is served"
-    return _hopper_ws_supports(family, arch, triton_version) or _unknown_to_fused(family)
+    found = _hopper_ws_supports(family, arch, triton_version) or _unknown_to_fused(family)
+    return found or _spills_in_fused(family)
 
 
 def wide_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
     """The same of the fused backward of wide head dims."""
     if not is_wide(family):
         return f"it is for head dims above {WIDEST_SHARED}; hopper_ws serves"
-    return _hopper_ws_supports(family, arch, triton_version) or _unknown_to_fused(family)
+    found = _hopper_ws_supports(family, arch, triton_version) or _unknown_to_fused(family)
+    return found or _spills_in_fused(family)
 
 
 def beside_fused_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
