@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa_autotune.dropout import STEPS, kept_of
+
 NAN = float("nan")
 WRONG_NUMBER = -(2**30)  # what integers in memory hold before something is stored
 WRONG_PAIR = 0x4D4D  # of bools: both true
@@ -406,6 +408,8 @@ def _names(module: ModuleType, machine: Machine) -> dict[str, Any]:
         names.update(_ping_pong(machine, names["CONSUMERS"]))
     else:
         names.update(_assembly(machine, names.get("MEETING_THREADS", 0)))
+    if "drop" in names:
+        names.update(seed_of=_halves_of_seed, drop=_drop)
     if "tanh" in names:
         names["tanh"] = torch.tanh
     if "where_shown" in names:
@@ -433,6 +437,21 @@ def _kept_only(p: Tensor, words: Tensor, threshold: int) -> Tensor:
     """p where the half of a word that belongs to a key, the upper one of odd keys, is at least the threshold."""
     is_odd = torch.arange(p.shape[1]) % 2 == 1
     return torch.where((torch.where(is_odd, words >> 16, words) & 0xFFFF) >= threshold, p, 0.0)
+
+
+def _halves_of_seed(pointer: Pointer) -> tuple[int, int]:
+    seed = int(pointer.load(None, 0))
+    return seed & 0xFFFFFFFF, seed >> 32
+
+
+def _drop(
+    p: Tensor, p_of_ds: Tensor, row: int, key: int, number: int, low: int, high: int, threshold: int
+) -> tuple[Tensor, Tensor]:
+    """P for dv and P for dS of keys and query rows, as `dropout` has it."""
+    keys, rows = p.shape
+    heads, kept_at = torch.tensor([[number]]), threshold / STEPS
+    kept = kept_of(torch.tensor([high << 32 | low]), heads, range(row, row + rows), range(key, key + keys), kept_at)
+    return torch.where(kept[0, 0].T, p, 0.0), torch.where(kept[0, 0].T, p_of_ds, -p_of_ds)
 
 
 def _ping_pong(machine: Machine, consumers: int) -> dict[str, Callable[..., Any]]:
@@ -475,7 +494,8 @@ def _assembly(machine: Machine, meeting_threads: int) -> dict[str, Callable[...,
         pointer.values[pointer.place] += change
         _running.agent.last_turn = None
 
-    return {"uniform": lambda number: number, "meet": meet, "read_turn": read_turn, "pass_turn": pass_turn}
+    same = dict.fromkeys(("uniform", "uniform_long", "uniform_address"), lambda value: value)
+    return {**same, "meet": meet, "read_turn": read_turn, "pass_turn": pass_turn}
 
 
 def _language() -> SimpleNamespace:
