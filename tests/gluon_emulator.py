@@ -255,7 +255,7 @@ class Pointer:
             assert int(self.place.min()) >= 0, "a load before its tensor"
             return self.values[self.place]
         mask = mask.broadcast_to(self.place.shape)
-        assert not mask.any() or int(self.place[mask].max()) < self.values.numel()
+        assert not mask.any() or int(self.place[mask].max()) < self.values.numel(), "a load past its tensor"
         return torch.where(mask, self.values[torch.where(mask, self.place, 0)], other)
 
     def store(self, value: Any, mask: Tensor | None = None) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from gluon_emulator import Emulator
+from sabotage import Sabotage, instead_of, render_with
 
 from fa_autotune.config import Schedule
 from fa_autotune.family import Pass
@@ -12,7 +13,6 @@ from fa_autotune.generated import load_module, write_module
 from fa_autotune.probes import probes
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, Variant
-from fa_autotune.render import render
 from fa_autotune.variants import KnobValue, variant_spec
 from fa_autotune.verify import verify
 
@@ -26,16 +26,22 @@ KNOBS: dict[Schedule, dict[str, KnobValue]] = {
 }
 
 
-def failures(words: str, schedule: Schedule, tmp_path: Path, head_dim: int = 16, **knobs: KnobValue) -> tuple[str, ...]:
-    """What is wrong with a kernel in calls around its blocks."""
-    family = AttentionProblem.parse(f"1x2x1x64x64x{head_dim},{words}").family
+def failures(
+    words: str, schedule: Schedule, tmp_path: Path, sabotage: Sabotage | None = None, **knobs: KnobValue
+) -> tuple[str, ...]:
+    """What is wrong with a kernel, its text changed or not, in calls around its blocks."""
+    family = AttentionProblem.parse(f"1x2x1x64x64x16,{words}").family
     config = SPEC.config(SCHEDULE=schedule, **{"CONSUMERS": 2, "BLOCK_N": 64, **KNOBS[schedule], **knobs})
     candidate = Candidate(family=family, variant=Variant.HOPPER_WS, config=config)
-    kernel = Emulator(load_module(write_module(render(candidate), tmp_path)))
+    source = render_with({candidate: sabotage} if sabotage else {})(candidate)
+    kernel = Emulator(load_module(write_module(source, tmp_path)))
     probe_list = probes(
         family, block_m=config.BLOCK_M, block_n=config.BLOCK_N, exact_lengths=bool(knobs.get("EXACT_LENGTHS"))
     )
-    return verify(kernel, family, probe_list, torch.device("cpu")).failures
+    try:
+        return verify(kernel, family, probe_list, torch.device("cpu")).failures
+    except AssertionError as error:  # a hang or a race, or rows that are nowhere
+        return (str(error),)
 
 
 @pytest.mark.parametrize(
@@ -70,3 +76,17 @@ def test_masks_pass_every_probe(schedule: Schedule, words: str, tmp_path: Path) 
 @pytest.mark.parametrize("words", ["bias,dropout", "causal,bool_mask"])
 def test_exact_lengths_pass_every_probe(words: str, tmp_path: Path) -> None:
     assert failures(words, PERSISTENT, tmp_path, EXACT_LENGTHS=True) == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "old", "new"),
+    [
+        ("bias", "async_copy.wait_group(0)", "pass"),  # what is read has not arrived
+        ("causal,bool_mask", "copy_mask(start_n - (step + 1) * BLOCK_N, mask_rows, mask_tile)", "pass"),
+        ("bias", "gl.minimum(rows, seqlen_q - 1)", "rows"),  # rows past the end are read
+        ("dropout", "0xCD9E8D57", "0xCD9E8D59"),
+        ("causal,dropout", "dropped(p_new, start_n - step * BLOCK_N,", "dropped(p_new, start_n,"),
+    ],
+)
+def test_what_is_left_out_is_missed(words: str, old: str, new: str, tmp_path: Path) -> None:
+    assert failures(words, TILE, tmp_path, instead_of(old, new)) != ()
