@@ -22,7 +22,7 @@ def padded_places(starts: Tensor, total_q: int, block: int) -> Tensor:
     rows = torch.arange(total_q, device=starts.device)
     sequence = torch.searchsorted(ends[1:], rows, right=True)
     first = ends[sequence]
-    return rows - first + (first // block + sequence) * block
+    return (rows - first + (first // block + sequence) * block).clamp(min=0)  # before the first start, too
 
 
 def used_rows(starts: Tensor, total_q: int) -> Tensor:
