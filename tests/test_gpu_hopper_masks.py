@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fa_autotune.bound_launch import bind
 from fa_autotune.config import Schedule
 from fa_autotune.family import Pass
 from fa_autotune.launch import LoadedKernel, live_device, load_kernel
@@ -127,13 +128,16 @@ def test_a_captured_launch_reads_the_mask_and_the_seed_of_its_replay(
     text: str, schedule: Schedule, knobs: dict[str, KnobValue]
 ) -> None:
     kernel, workload = make(text, schedule, knobs, n=500)
-    run(kernel, workload)
-    graph, outputs = torch.cuda.CUDAGraph(), workload.allocate()
+    graph, outputs = torch.cuda.CUDAGraph(), run(kernel, workload)
+    family, features = workload.family, workload.features
+    tensors = (*workload.inputs, *outputs, *features.tensors(family))
+    launch = bind(kernel, tensors, workload.softmax_scale, workload.diagonal, *features.numbers(family))
+    launch(*tensors)
     with torch.cuda.graph(graph):
-        kernel(*workload.arguments(outputs))
+        launch(*tensors)
     _, fresh = make(text, schedule, knobs, n=500, seed=7 if "loose" not in text else 11)
     for name in ("attn_mask", "dropout_seed"):
-        if (tensor := getattr(workload.features, name)) is not None:
+        if (tensor := getattr(features, name)) is not None:
             tensor.copy_(getattr(fresh.features, name))
     graph.replay()
     torch.cuda.synchronize()
