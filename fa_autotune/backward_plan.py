@@ -157,6 +157,6 @@ class FusedBackward:
             delta.sub_(d_lse)
         if self._unordered:
             dq_acc.zero_()
-        self._fused(q, k, v, d_out, statistics, turns, dk, dv, dq_acc)
+        self._fused(q, k, v, d_out, statistics, turns, dk, dv, dq_acc, *features)
         self._postprocess(dq_acc, dq)
         return delta

@@ -290,6 +290,8 @@ def third_consumer(
             f"CONSUMERS=3 leaves registers for head_dim_v up to {NARROW_HEAD_DIM}, not {family.head_dim_v}: with "
             "blocks of keys small enough to fit beside more it was slower than 2"
         )
+    if config.CONSUMERS == 3 and (family.has_mask or family.dropout):
+        return "CONSUMERS=3 leaves no registers for a mask or for random bits"
     return None
 
 
@@ -372,10 +374,14 @@ def hopper_registers(
     """A consumer's accumulators, scores and P fit what setmaxnreg gives its threads, and leave it some."""
     need, limit = consumer_registers(family, config), CONSUMER_REGISTERS[config.CONSUMERS] - OTHER_REGISTERS
     if need > limit:
-        return (
-            f"accumulators, scores and P take {need} registers per thread, CONSUMERS={config.CONSUMERS} leaves {limit}"
-        )
+        what = "accumulators, scores, P and a mask" if family.has_mask else "accumulators, scores and P"
+        return f"{what} take {need} registers per thread, CONSUMERS={config.CONSUMERS} leaves {limit}"
     return None
+
+
+def holds_busy_tile(family: AttentionFamily, config: HopperWsFwdConfig) -> bool:
+    """Whether a family with a mask or dropout leaves a tile's registers to its threads."""
+    return consumer_registers(family, config) <= CONSUMER_REGISTERS[config.CONSUMERS] - OTHER_REGISTERS
 
 
 # --- constraints on the fused backward --------------------------------------------------------------------------------

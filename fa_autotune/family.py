@@ -181,11 +181,10 @@ class AttentionFamily:
                 f"varlen=True is for passes that know sequences: {self.kernel_pass.value} goes over rows, whatever "
                 "sequence they belong to; leave it out there"
             )
-        found = [name for name in (*MASK_KINDS, "dropout") if getattr(self, name)]
+        found = [name for name in MASK_KINDS if getattr(self, name)]
         if self.varlen and found:
             raise InvalidProblemError(
-                f"{' and '.join(found)} with varlen: kernels of sequences in a row know neither masks nor dropout; "
-                "leave one out"
+                f"{' and '.join(found)} with varlen: kernels of sequences in a row know no masks; leave one out"
             )
 
     def as_json(self) -> dict[str, Any]:

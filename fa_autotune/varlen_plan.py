@@ -38,13 +38,14 @@ _current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cud
 
 class VarlenArguments(NamedTuple):
     """What a call says beside its tensors: the arguments of the operators. A window's side is OPEN where no key is
-    hidden; `backend` as in `tensors`."""
+    hidden; `backend` as in `tensors`; dropout_p is 0 where nothing is dropped."""
 
     softmax_scale: float | None
     window_left: int
     window_right: int
     softcap: float
     backend: int
+    dropout_p: float
 
     @property
     def runs(self) -> int:
@@ -60,7 +61,7 @@ class VarlenArguments(NamedTuple):
 
 class VarlenTensors(NamedTuple):
     """A call's tensors: cu_seqlens are int32 (sequences + 1), slopes fp32 (sequences, num_q_heads), sinks fp32
-    (num_q_heads,)."""
+    (num_q_heads,), the seed what `dropout.draw_seed` gives."""
 
     q: Tensor
     k: Tensor
@@ -69,6 +70,7 @@ class VarlenTensors(NamedTuple):
     cu_seqlens_k: Tensor
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
+    dropout_seed: Tensor | None = None
 
     @property
     def counts(self) -> Counts:
@@ -101,7 +103,7 @@ class VarlenPlan:
         left_diagonal, self._diagonal = arguments.diagonals
         has_tf32 = q.dtype is torch.float32 and max(q.shape[2], v.shape[2]) <= WIDEST_PIECE
         # No tensor of a call is kept.
-        self._features = Features(left_diagonal=left_diagonal, softcap=arguments.softcap)
+        self._features = Features(left_diagonal=left_diagonal, softcap=arguments.softcap, dropout_p=arguments.dropout_p)
         self._problem = AttentionProblem(
             family=AttentionFamily(
                 dtype=DTYPES[q.dtype],
@@ -112,6 +114,7 @@ class VarlenPlan:
                 softcap=arguments.softcap != 0.0,
                 alibi=tensors.alibi_slopes is not None,
                 sinks=tensors.sinks is not None,
+                dropout=tensors.dropout_seed is not None,
                 tf32=has_tf32 and arguments.backend & TF32 != 0,
                 varlen=True,
                 access=access_of(*map(rows_last, (q, k, v))),
@@ -133,15 +136,15 @@ class VarlenPlan:
         if self._is_elsewhere():
             with torch.cuda.device(self._index):
                 return self.forward(tensors)
-        q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, sinks = tensors
+        q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, sinks, seed = tensors
         counts = tensors.counts
         total, heads = counts.total_q, self._heads
         out = self._allocate(*dense_rows(total, heads, self._columns), self._dtype)
         lse = self._allocate((heads, total), (total, 1), torch.float32)
-        if slopes is sinks is None:
+        if slopes is sinks is seed is None:
             self._launch(counts, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
         else:
-            more = (tensor for tensor in (slopes, sinks) if tensor is not None)
+            more = (tensor for tensor in (slopes, sinks, seed) if tensor is not None)
             self._launch(counts, q, k, v, out, lse, *more, cu_seqlens_q, cu_seqlens_k)
         return out, lse
 
@@ -163,7 +166,7 @@ class VarlenPlan:
             with torch.cuda.device(self._index):
                 return self.backward(tensors, out, lse, d_out, d_lse, needed, into)
         self._check_saved(tensors, out, lse)
-        q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, sinks = tensors
+        q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, sinks, seed = tensors
         if not lse.is_contiguous() or lse.data_ptr() & 15:
             lse = lse.clone(memory_format=torch.contiguous_format)
         if d_out is None:
@@ -190,7 +193,7 @@ class VarlenPlan:
             run.delta(counts, out, d_out, delta)
             if d_lse is not None:
                 delta.sub_(d_lse)
-            more = lengths if slopes is None else (slopes, *lengths)
+            more = tuple(tensor for tensor in (slopes, seed, *lengths) if tensor is not None)
             if run.dkdv is not None:
                 run.dkdv(counts, q, k, v, d_out, lse, delta, dk, dv, *more)
             if run.dq is not None:
@@ -225,6 +228,7 @@ class VarlenPlan:
                 self._features,
                 alibi_slopes=call.alibi_slopes,
                 sinks=sinks,
+                dropout_seed=call.dropout_seed,
                 cu_seqlens_q=call.cu_seqlens_q,
                 cu_seqlens_k=call.cu_seqlens_k,
             )
@@ -258,7 +262,7 @@ class VarlenPlan:
         self, tensors: VarlenTensors, out: Tensor, d_out: Tensor, needed: Needed, into: Into | None
     ) -> tuple["_Backward | PackedBackward", bool]:
         """The launches of a backward, and whether d_out is to be copied into dense memory first."""
-        q, k, v, *_, slopes, _ = tensors
+        q, k, v, *_, slopes, _, _ = tensors
         key = (
             q.stride(), k.stride(), v.stride(), out.stride(), d_out.stride(), needed,
             into and into[1].stride(),  # parts of one new tensor, so that one tells of all

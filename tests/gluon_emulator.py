@@ -23,8 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa_autotune.dropout import STEPS, kept_of
+
 NAN = float("nan")
 WRONG_NUMBER = -(2**30)  # what integers in memory hold before something is stored
+WRONG_PAIR = 0x4D4D  # of bools: both true
 PATIENCE_S = 60.0  # for a partition that neither ends nor waits
 ARRIVAL_RATE = 0.4  # how often a load that is on its way arrives before a partition goes on
 THREADS_PER_WARPGROUP = 128
@@ -49,6 +52,7 @@ class Agent:
     done: bool = False
     products: list["Product"] = field(default_factory=list)
     copies: list["Copy"] = field(default_factory=list)
+    own_copies: list[Callable[[], Any]] = field(default_factory=list)  # to shared memory, each a group of its own
     last_turn: tuple[int, int] | None = None  # which counter it read last, and what that held
 
 
@@ -231,13 +235,27 @@ class Pointer:
     def __add__(self, offset: int | Tensor) -> "Pointer":
         return Pointer(self.values, self.place + offset)
 
+    def to(self, dtype: torch.dtype, bitcast: bool) -> "Pointer":
+        """To numbers of another type, that are as wide or wider."""
+        assert bitcast
+        ratio = dtype.itemsize // self.values.element_size()
+        assert isinstance(self.place, Tensor)
+        assert not (self.place % ratio).any()
+        return Pointer(self.values.view(dtype), self.place // ratio)
+
+    def __getitem__(self, axes: Any) -> "Pointer":
+        assert isinstance(self.place, Tensor)
+        return Pointer(self.values, self.place[axes])
+
     def load(self, mask: Tensor | None, other: int) -> Any:
         if not isinstance(self.place, Tensor):
             found = self.values[self.place]
             return found if found.is_floating_point() else Number(found)
         if mask is None:
+            assert int(self.place.min()) >= 0, "a load before its tensor"
             return self.values[self.place]
-        assert int(self.place[mask].max()) < self.values.numel()
+        mask = mask.broadcast_to(self.place.shape)
+        assert not mask.any() or int(self.place[mask].max()) < self.values.numel(), "a load past its tensor"
         return torch.where(mask, self.values[torch.where(mask, self.place, 0)], other)
 
     def store(self, value: Any, mask: Tensor | None = None) -> None:
@@ -375,6 +393,7 @@ def _names(module: ModuleType, machine: Machine) -> dict[str, Any]:
         gl=_language(),
         mbarrier=_mbarrier(machine),
         tma=_tma(machine),
+        async_copy=_async_copy(machine),
         fence_async_shared=lambda: None,
         partition_barrier=lambda: None,
         warpgroup_mma=_product,
@@ -389,8 +408,16 @@ def _names(module: ModuleType, machine: Machine) -> dict[str, Any]:
         names.update(_ping_pong(machine, names["CONSUMERS"]))
     else:
         names.update(_assembly(machine, names.get("MEETING_THREADS", 0)))
+    if "drop" in names:
+        names.update(seed_of=_halves_of_seed, drop=_drop)
     if "tanh" in names:
         names["tanh"] = torch.tanh
+    if "where_shown" in names:
+        names["where_shown"] = _where_shown
+    if "in_float32" in names:
+        names["in_float32"] = lambda mask: mask.float()
+    if "kept_only" in names:
+        names.update(kept_only=_kept_only, uniform=lambda number: number)
     if "keep" in names:
         dtype = names["DTYPE"]
         names.update(keep=lambda p: p.to(dtype), operand=lambda p, _layout: p)
@@ -398,6 +425,33 @@ def _names(module: ModuleType, machine: Machine) -> dict[str, Any]:
             if name in names:
                 names[name] = partial(_scalars, names[name])
     return names
+
+
+def _where_shown(qk: Tensor, pairs: Tensor) -> Tensor:
+    """qk where the byte of a pair that belongs to a key, the upper one of odd keys, is not 0."""
+    is_odd = torch.arange(qk.shape[1]) % 2 == 1
+    return torch.where((torch.where(is_odd, pairs >> 8, pairs) & 0xFF) != 0, qk, -torch.inf)
+
+
+def _kept_only(p: Tensor, words: Tensor, threshold: int) -> Tensor:
+    """p where the half of a word that belongs to a key, the upper one of odd keys, is at least the threshold."""
+    is_odd = torch.arange(p.shape[1]) % 2 == 1
+    return torch.where((torch.where(is_odd, words >> 16, words) & 0xFFFF) >= threshold, p, 0.0)
+
+
+def _halves_of_seed(pointer: Pointer) -> tuple[int, int]:
+    seed = int(pointer.load(None, 0))
+    return seed & 0xFFFFFFFF, seed >> 32
+
+
+def _drop(
+    p: Tensor, p_of_ds: Tensor, row: int, key: int, number: int, low: int, high: int, threshold: int
+) -> tuple[Tensor, Tensor]:
+    """P for dv and P for dS of keys and query rows, as `dropout` has it."""
+    keys, rows = p.shape
+    heads, kept_at = torch.tensor([[number]]), threshold / STEPS
+    kept = kept_of(torch.tensor([high << 32 | low]), heads, range(row, row + rows), range(key, key + keys), kept_at)
+    return torch.where(kept[0, 0].T, p, 0.0), torch.where(kept[0, 0].T, p_of_ds, -p_of_ds)
 
 
 def _ping_pong(machine: Machine, consumers: int) -> dict[str, Callable[..., Any]]:
@@ -440,7 +494,8 @@ def _assembly(machine: Machine, meeting_threads: int) -> dict[str, Callable[...,
         pointer.values[pointer.place] += change
         _running.agent.last_turn = None
 
-    return {"uniform": lambda number: number, "meet": meet, "read_turn": read_turn, "pass_turn": pass_turn}
+    same = dict.fromkeys(("uniform", "uniform_long", "uniform_address"), lambda value: value)
+    return {**same, "meet": meet, "read_turn": read_turn, "pass_turn": pass_turn}
 
 
 def _language() -> SimpleNamespace:
@@ -460,10 +515,12 @@ def _language() -> SimpleNamespace:
     def allocate(dtype: torch.dtype, shape: Sequence[int], _layout: object) -> Memory | Barriers:
         if dtype is torch.int64:
             return Barriers(shape[0])
-        return Memory(torch.full(tuple(shape), NAN if dtype.is_floating_point else WRONG_NUMBER, dtype=dtype))
+        wrong = NAN if dtype.is_floating_point else WRONG_PAIR if dtype is torch.int16 else WRONG_NUMBER
+        return Memory(torch.full(tuple(shape), wrong, dtype=dtype))
 
     return SimpleNamespace(
         float32=torch.float32,
+        int16=torch.int16,
         int32=torch.int32,
         int64=torch.int64,
         minimum=elementwise(torch.minimum, min),
@@ -482,12 +539,14 @@ def _language() -> SimpleNamespace:
         full=lambda shape, value, dtype, _layout: torch.full(tuple(shape), value, dtype=dtype),
         zeros=lambda shape, dtype, _layout: torch.zeros(tuple(shape), dtype=dtype),
         arange=lambda low, high, layout: torch.arange(low, high),
+        join=lambda one, other: torch.stack((one, other), -1),
         reshape=lambda values, shape: values.reshape(tuple(shape)),
         permute=lambda values, order: values.permute(tuple(order)),
         convert_layout=lambda values, _layout, assert_trivial=False: values,
         SliceLayout=lambda _dim, _parent: None,
         DotOperandLayout=lambda _operand, _parent, _width: None,
         BlockedLayout=lambda *_shape: None,
+        pointer_type=lambda dtype: dtype,
         SwizzledSharedLayout=lambda *_shape: None,
         program_id=lambda _axis: _running.agent.program,
         allocate_shared_memory=allocate,
@@ -536,6 +595,23 @@ def _tma(machine: Machine) -> SimpleNamespace:
         async_copy_shared_to_global=lambda desc, start, source: _store(desc, start, source, adds=False),
         store_wait=_wait_for_copies,
     )
+
+
+def _async_copy(machine: Machine) -> SimpleNamespace:
+    """Copies by the threads of a partition, which are there once it has waited for them."""
+
+    def start(target: Memory, source: Pointer, mask: Tensor) -> None:
+        values = source.load(mask, 0)
+        target.values.fill_(NAN if values.is_floating_point() else WRONG_PAIR)
+        _running.agent.own_copies.append(partial(target.values.copy_, values))
+
+    def wait(left: int) -> None:
+        machine.wait(lambda: True, "nothing")
+        copies = _running.agent.own_copies
+        while len(copies) > left:
+            copies.pop(0)()
+
+    return SimpleNamespace(async_copy_global_to_shared=start, commit_group=lambda: None, wait_group=wait)
 
 
 def _store(desc: Any, start: Sequence[int], source: Memory, *, adds: bool) -> None:

@@ -41,6 +41,8 @@ def make_candidate(
     unordered: bool = False,
     left: bool = False,
     softcap: bool = False,
+    alibi: bool = False,
+    dropout: bool = False,
     **knobs: KnobValue,
 ) -> Candidate:
     family = AttentionFamily(
@@ -52,6 +54,8 @@ def make_candidate(
         unordered=unordered,
         bounded_left=left,
         softcap=softcap,
+        alibi=alibi,
+        dropout=dropout,
     )
     spec = spec_of(family)
     default = default_config(spec, family, "sm_90")
@@ -111,6 +115,10 @@ QUICK = [
     make_candidate(causal=True, left=True, softcap=True),
     make_candidate(64, causal=True, left=True, softcap=True, dtype=DType.FLOAT16),
     make_candidate(256, causal=True, left=True, softcap=True),
+    make_candidate(causal=True, left=True, alibi=True),
+    make_candidate(causal=True, alibi=True, dropout=True),
+    make_candidate(64, causal=True, left=True, softcap=True, alibi=True, dropout=True, dtype=DType.FLOAT16),
+    make_candidate(192, causal=True, alibi=True, dropout=True),
 ]
 
 
@@ -141,6 +149,18 @@ FEATURES: dict[str, dict[str, bool]] = {
     "causal softcap": {"causal": True, "softcap": True},
     "left softcap": {"left": True, "softcap": True},
     "window softcap": {"left": True, "causal": True, "softcap": True},
+    "alibi": {"alibi": True},
+    "causal alibi": {"causal": True, "alibi": True},
+    "left alibi": {"left": True, "alibi": True},
+    "window alibi": {"left": True, "causal": True, "alibi": True},
+    "causal softcap alibi": {"causal": True, "softcap": True, "alibi": True},
+    "window softcap alibi": {"left": True, "causal": True, "softcap": True, "alibi": True},
+    "dropout": {"dropout": True},
+    "causal dropout": {"causal": True, "dropout": True},
+    "window dropout": {"left": True, "causal": True, "dropout": True},
+    "causal softcap dropout": {"causal": True, "softcap": True, "dropout": True},
+    "causal alibi dropout": {"causal": True, "alibi": True, "dropout": True},
+    "window alibi dropout": {"left": True, "causal": True, "alibi": True, "dropout": True},
 }
 
 

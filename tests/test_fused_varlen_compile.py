@@ -5,7 +5,9 @@ from collections.abc import Iterator
 import pytest
 from compile_candidates import CompileAll, compiling
 
+from fa_autotune.config import FusedConfig
 from fa_autotune.device import KNOWN_DEVICES
+from fa_autotune.estimates import fused_smem_bytes
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import Candidate, TrialStatus
 from fa_autotune.variants import seed_configs, supported_variants
@@ -16,7 +18,7 @@ H200 = KNOWN_DEVICES["h200"]
 TRITON = (3, 6)
 WORDS = [
     "64,bwd_fused", "64,causal,left=1,softcap,bwd_fused", "128,bwd_fused", "128,causal,left=1,bwd_fused",
-    "96x40,fp16,unordered,bwd_fused", "128,softcap,bwd_fused", "192x128,left=1,bwd_fused", "256,bwd_fused",
+    "96x40,fp16,unordered,bwd_fused", "128,softcap,bwd_fused", "192x128,left=1,bwd_fused", "192,bwd_fused", "256,bwd_fused",
     "256,left=1,bwd_fused", "256,fp16,causal,bwd_fused", "40,any,bwd_preprocess", "192,bwd_postprocess",
 ]  # fmt: skip
 
@@ -48,3 +50,7 @@ def test_seeds_compile_and_pass_the_gates(words: list[str], compile_all: Compile
     results = compile_all(candidates, "sm_90", H200.smem_optin_bytes)
     assert len(results) == len(words)
     assert [result.error for result in results if result.status is not TrialStatus.OK] == []
+    for candidate, result in zip(candidates, results, strict=True):
+        assert result.resources is not None
+        if isinstance(candidate.config, FusedConfig):
+            assert result.resources.smem_bytes <= fused_smem_bytes(candidate.family, candidate.config)

@@ -201,6 +201,18 @@ GOLDEN_CASES = {
     "fwd_hopper_ws/bf16_d64_left_single": make_candidate(
         Variant.HOPPER_WS, make_family(bounded_left=True), SCHEDULE=Schedule.SINGLE, CONSUMERS=1
     ),
+    "fwd_hopper_ws/bf16_d128_causal_bias_dropout": make_candidate(
+        Variant.HOPPER_WS, make_family(head_dim=128, causal=True, bias=True, dropout=True), SCHEDULE=Schedule.PIPELINED
+    ),
+    "fwd_hopper_ws/bf16_d64_full_bool_mask": make_candidate(
+        Variant.HOPPER_WS, make_family(bool_mask=True), SCHEDULE=Schedule.SINGLE, CONSUMERS=1
+    ),
+    "fwd_hopper_ws/bf16_d64_full_wide_loose_exact": make_candidate(
+        Variant.HOPPER_WS,
+        make_family(wide_bias=True, loose_mask=True),
+        SCHEDULE=Schedule.PERSISTENT,
+        EXACT_LENGTHS=True,
+    ),
     "fwd_tma/bf16_d64_full_sinks": make_candidate(Variant.TMA, make_family(sinks=True)),
     "bwd_dkdv_tma/bf16_d64_causal_alibi": make_backward(
         Pass.BWD_DKDV, Variant.TMA, make_family(causal=True, alibi=True)
@@ -227,6 +239,13 @@ GOLDEN_CASES = {
     ),
     "bwd_fused_hopper_wide/bf16_d256_window_softcap": make_fused(
         make_family(head_dim=256, causal=True, bounded_left=True, softcap=True), variant=Variant.HOPPER_WIDE
+    ),
+    "bwd_fused_hopper_ws/bf16_d128_causal_alibi": make_fused(make_family(head_dim=128, causal=True, alibi=True)),
+    "bwd_fused_hopper_ws/fp16_d64_window_alibi_softcap_dropout": make_fused(
+        make_family(DType.FLOAT16, causal=True, bounded_left=True, alibi=True, softcap=True, dropout=True)
+    ),
+    "bwd_fused_hopper_wide/bf16_d192_causal_alibi_dropout": make_fused(
+        make_family(head_dim=192, causal=True, alibi=True, dropout=True), variant=Variant.HOPPER_WIDE
     ),
     "bwd_postprocess_portable/bf16_d128_window": make_backward(
         Pass.BWD_POSTPROCESS, Variant.PORTABLE, make_family(head_dim=128, causal=True, bounded_left=True)

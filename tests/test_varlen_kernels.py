@@ -35,6 +35,7 @@ FEATURES: dict[str, dict[str, bool]] = {
     "left": {"bounded_left": True},
     "window alibi softcap": {"bounded_left": True, "bounded_right": True, "alibi": True, "softcap": True},
     "alibi sinks": {"alibi": True, "sinks": True},
+    "window dropout": {"bounded_left": True, "bounded_right": True, "dropout": True},
 }
 SERVING = {(one, Variant.PORTABLE) for one in (*TILED, Pass.BWD_PREPROCESS, Pass.BWD_POSTPROCESS)}
 SERVING |= {(Pass.FWD, Variant.HOPPER_WS), (Pass.BWD_FUSED, Variant.HOPPER_WS), (Pass.BWD_FUSED, Variant.HOPPER_WIDE)}
@@ -85,6 +86,7 @@ QUICK = {
     (Pass.FWD, "alibi sinks"),
     (Pass.BWD_DKDV, "causal"),
     (Pass.BWD_DQ, "window alibi softcap"),
+    *((one, "window dropout") for one in TILED),
 }
 
 
@@ -232,9 +234,9 @@ def test_delta_goes_over_all_rows_whatever_their_sequence() -> None:
         replace(delta.family, varlen=True)
 
 
-@pytest.mark.parametrize("other", ["bool_mask", "bias", "wide_bias", "dropout"])
-def test_sequences_in_a_row_with_a_mask_or_dropout_are_no_family(other: str) -> None:
-    with pytest.raises(InvalidProblemError, match=f"^{other} with varlen: kernels of sequences in a row know neither"):
+@pytest.mark.parametrize("other", ["bool_mask", "bias", "wide_bias"])
+def test_sequences_in_a_row_with_a_mask_are_no_family(other: str) -> None:
+    with pytest.raises(InvalidProblemError, match=f"^{other} with varlen: kernels of sequences in a row know no masks"):
         AttentionProblem.parse(f"8x32x8x2048x2048x128,causal,{other},varlen")
     with pytest.raises(InvalidProblemError, match=f"^{other} with varlen: .*; leave one out"):
         replace(make_family(Pass.BWD_DQ), **{other: True})

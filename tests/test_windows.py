@@ -313,9 +313,10 @@ def test_both_edges_of_a_window_spill_beside_the_widest_values() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("alibi,bwd_fused", "it knows no ALiBi;"),
+        ("alibi,softcap,bwd_fused", "capped scores with ALiBi spill above head_dim 64;"),
         ("bool_mask,bwd_fused", "it knows no attn_mask;"),
-        ("alibi,dropout,bwd_fused", "it knows no ALiBi and no dropout;"),
+        ("left=9,dropout,bwd_fused", "dropout in a window spills above head_dim 64;"),
+        ("softcap,dropout,bwd_fused", "dropout of capped scores spills above head_dim 64;"),
         ("bias", "it knows no attn_mask;"),
         ("left=1023,softcap,alibi,sinks,wide_bias,dropout", "it knows no attn_mask and no dropout;"),
     ],
@@ -341,14 +342,18 @@ def test_the_backward_of_sinks_may_be_fused() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["causal,left=1023", "left=1023,right=5", "left=1023", "causal,softcap", "left=9,softcap"]
+    "text",
+    [
+        *("causal,left=1023", "left=1023,right=5", "left=1023", "causal,softcap", "left=9,softcap"),
+        *("causal,alibi", "left=1023,alibi", "causal,dropout", "alibi,dropout"),
+    ],
 )
-def test_the_backward_of_windows_and_caps_may_be_fused(text: str) -> None:
+def test_the_backward_of_features_may_be_fused(text: str) -> None:
     choice = dispatcher().backward_choice(AttentionProblem.parse(f"4x32x8x4096x4096x128,{text}"))
     assert choice.way is BackwardWay.FUSED
 
 
-def test_the_backward_of_alibi_is_split_and_says_why() -> None:
-    choice = dispatcher().backward_choice(AttentionProblem.parse("4x32x8x4096x4096x128,causal,alibi"))
+def test_the_backward_of_a_mask_is_split_and_says_why() -> None:
+    choice = dispatcher().backward_choice(AttentionProblem.parse("4x32x8x4096x4096x128,causal,bool_mask"))
     assert choice.describe().startswith("backward split: no kernel serves bwd_fused")
-    assert "it knows no ALiBi" in choice.reason
+    assert "it knows no attn_mask" in choice.reason
