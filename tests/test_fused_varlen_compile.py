@@ -19,7 +19,8 @@ TRITON = (3, 6)
 WORDS = [
     "64,bwd_fused", "64,causal,left=1,softcap,bwd_fused", "128,bwd_fused", "128,causal,left=1,bwd_fused",
     "96x40,fp16,unordered,bwd_fused", "128,softcap,bwd_fused", "192x128,left=1,bwd_fused", "192,bwd_fused",
-    "256,bwd_fused", "256,left=1,bwd_fused", "256,fp16,causal,bwd_fused", "40,any,bwd_preprocess", "192,bwd_postprocess",
+    "256,bwd_fused", "256,left=1,bwd_fused", "256,fp16,causal,bwd_fused", "40,any,bwd_preprocess",
+    "192,bwd_postprocess",
 ]  # fmt: skip
 
 
