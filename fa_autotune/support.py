@@ -110,8 +110,8 @@ def _spills_in_fused(family: AttentionFamily) -> str | None:
         return f"capped scores with ALiBi spill above head_dim {NARROW_HEAD_DIM}; the tma and portable variants serve"
     if not family.dropout:
         return None
-    if not is_wide(family) and (family.softcap or family.bounded_left):
-        what = "of capped scores" if family.softcap else "in a window"
+    if not is_wide(family) and (family.softcap or family.bounded_left or family.alibi):
+        what = "of capped scores" if family.softcap else "in a window" if family.bounded_left else "beside ALiBi"
         return f"dropout {what} spills above head_dim {NARROW_HEAD_DIM}; the tma and portable variants serve"
     if family.head_dim_v > WIDEST_WITH_DROPOUT:
         return f"dropout spills above head_dim_v {WIDEST_WITH_DROPOUT}; the tma and portable variants serve"
