@@ -104,6 +104,8 @@ def _unknown_to_fused(family: AttentionFamily) -> str | None:
 
 def _spills_in_fused(family: AttentionFamily) -> str | None:
     """Which features together take more registers than the gradients of a tile leave, or None."""
+    if family.softcap and family.alibi and family.dropout:
+        return "dropout of capped scores with ALiBi spills; the tma and portable variants serve"
     if max(family.head_dim, family.head_dim_v) <= NARROW_HEAD_DIM:
         return None
     if family.softcap and family.alibi:
