@@ -118,7 +118,7 @@ QUICK = [
     make_candidate(causal=True, left=True, alibi=True),
     make_candidate(causal=True, dropout=True),
     make_candidate(dropout=True),
-    make_candidate(64, causal=True, left=True, softcap=True, dropout=True, dtype=DType.FLOAT16),
+    make_candidate(64, causal=True, softcap=True, dropout=True, dtype=DType.FLOAT16),
     make_candidate(192, causal=True, alibi=True, dropout=True),
 ]
 

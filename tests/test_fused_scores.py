@@ -161,8 +161,9 @@ def test_the_fused_kernel_alone_is_given_slopes_and_seed() -> None:
     assert given == [(Pass.BWD_PREPROCESS, 5), (Pass.BWD_FUSED, 11), (Pass.BWD_POSTPROCESS, 2)]
 
 
-SERVED = ["64,alibi", "128,causal,alibi", "256,left=9,alibi", "64,left=9,softcap,dropout", "128,causal,dropout"]
+SERVED = ["64,alibi", "128,causal,alibi", "256,left=9,alibi", "64,causal,softcap,dropout", "128,causal,dropout"]
 REFUSED = {
+    "64,left=9,softcap,dropout": "dropout of capped scores in a window spills",
     "64,softcap,alibi,dropout": "dropout of capped scores with ALiBi spills",
     "128,softcap,alibi": "capped scores with ALiBi spill",
     "256,softcap,alibi": "capped scores with ALiBi spill",
