@@ -107,7 +107,7 @@ def _spills_in_fused(family: AttentionFamily) -> str | None:
     if family.softcap and family.alibi and family.dropout:
         return "dropout of capped scores with ALiBi spills; the tma and portable variants serve"
     if family.softcap and family.bounded_left and family.dropout and not is_wide(family):
-        return f"dropout of capped scores in a window spills up to head_dim {WIDEST_SHARED}; the tma and portable ones serve"
+        return f"dropout of capped scores in a window spills up to head_dim {WIDEST_SHARED}; the others serve"
     if max(family.head_dim, family.head_dim_v) <= NARROW_HEAD_DIM:
         return None
     if family.softcap and family.alibi:
