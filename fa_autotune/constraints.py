@@ -403,12 +403,12 @@ def diagonal_first(
 def scores_early(
     family: AttentionFamily, shape: AttentionShape | None, config: HopperWsBwdConfig, device: DeviceSpec
 ) -> str | None:
-    """Scores beside dS need registers that narrow head dims, with twice the rows in a tile, and caps don't have."""
+    """Scores beside dS need registers that narrow head dims (twice the rows in a tile), caps and dropout don't have."""
     rows = fused_tile(family).block_m
     if config.SCORES_EARLY and rows > ROWS_PER_WARPGROUP:
         return f"SCORES_EARLY makes a tile of {rows} query rows spill; it is for head dims above {NARROW_HEAD_DIM}"
-    if config.SCORES_EARLY and family.softcap:
-        return "SCORES_EARLY makes kernels of capped scores spill"
+    if config.SCORES_EARLY and (family.softcap or family.dropout):
+        return f"SCORES_EARLY makes kernels of {'capped scores' if family.softcap else 'dropout'} spill"
     return None
 
 
@@ -417,8 +417,8 @@ def exact_cap(
 ) -> str | None:
     """Where a branch for masks separates tanh from the exponentials, the compiler holds fewer values at a time; without
     it capped kernels spill in many combinations, and no mask at all gains them next to nothing."""
-    if config.EXACT_LENGTHS and family.softcap:
-        return "EXACT_LENGTHS makes kernels of capped scores spill"
+    if config.EXACT_LENGTHS and (family.softcap or family.dropout):
+        return f"EXACT_LENGTHS makes kernels of {'capped scores' if family.softcap else 'dropout'} spill"
     return None
 
 

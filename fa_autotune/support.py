@@ -123,14 +123,18 @@ def _unknown_to_fused(family: AttentionFamily) -> str | None:
 
 def _spills_in_fused(family: AttentionFamily) -> str | None:
     """Which features together take more registers than the gradients of a tile leave, or None."""
+    if family.softcap and family.alibi and family.dropout:
+        return "dropout of capped scores with ALiBi spills; the tma and portable variants serve"
+    if family.softcap and family.bounded_left and family.dropout and not is_wide(family):
+        return f"dropout of capped scores in a window spills up to head_dim {WIDEST_SHARED}; the others serve"
     if max(family.head_dim, family.head_dim_v) <= NARROW_HEAD_DIM:
         return None
     if family.softcap and family.alibi:
         return f"capped scores with ALiBi spill above head_dim {NARROW_HEAD_DIM}; the tma and portable variants serve"
     if not family.dropout:
         return None
-    if not is_wide(family) and (family.softcap or family.bounded_left):
-        what = "of capped scores" if family.softcap else "in a window"
+    if not is_wide(family) and (family.softcap or family.bounded_left or family.alibi):
+        what = "of capped scores" if family.softcap else "in a window" if family.bounded_left else "beside ALiBi"
         return f"dropout {what} spills above head_dim {NARROW_HEAD_DIM}; the tma and portable variants serve"
     if family.head_dim_v > WIDEST_WITH_DROPOUT:
         return f"dropout spills above head_dim_v {WIDEST_WITH_DROPOUT}; the tma and portable variants serve"

@@ -116,8 +116,9 @@ QUICK = [
     make_candidate(64, causal=True, left=True, softcap=True, dtype=DType.FLOAT16),
     make_candidate(256, causal=True, left=True, softcap=True),
     make_candidate(causal=True, left=True, alibi=True),
-    make_candidate(causal=True, alibi=True, dropout=True),
-    make_candidate(64, causal=True, left=True, softcap=True, alibi=True, dropout=True, dtype=DType.FLOAT16),
+    make_candidate(causal=True, dropout=True),
+    make_candidate(dropout=True),
+    make_candidate(64, causal=True, softcap=True, dropout=True, dtype=DType.FLOAT16),
     make_candidate(192, causal=True, alibi=True, dropout=True),
 ]
 

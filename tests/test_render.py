@@ -241,8 +241,8 @@ GOLDEN_CASES = {
         make_family(head_dim=256, causal=True, bounded_left=True, softcap=True), variant=Variant.HOPPER_WIDE
     ),
     "bwd_fused_hopper_ws/bf16_d128_causal_alibi": make_fused(make_family(head_dim=128, causal=True, alibi=True)),
-    "bwd_fused_hopper_ws/fp16_d64_window_alibi_softcap_dropout": make_fused(
-        make_family(DType.FLOAT16, causal=True, bounded_left=True, alibi=True, softcap=True, dropout=True)
+    "bwd_fused_hopper_ws/fp16_d64_causal_softcap_dropout": make_fused(
+        make_family(DType.FLOAT16, causal=True, softcap=True, dropout=True)
     ),
     "bwd_fused_hopper_wide/bf16_d192_causal_alibi_dropout": make_fused(
         make_family(head_dim=192, causal=True, alibi=True, dropout=True), variant=Variant.HOPPER_WIDE

@@ -345,7 +345,7 @@ def test_the_backward_of_sinks_may_be_fused() -> None:
     "text",
     [
         *("causal,left=1023", "left=1023,right=5", "left=1023", "causal,softcap", "left=9,softcap"),
-        *("causal,alibi", "left=1023,alibi", "causal,dropout", "alibi,dropout"),
+        *("causal,alibi", "left=1023,alibi", "causal,dropout", "dropout"),
     ],
 )
 def test_the_backward_of_features_may_be_fused(text: str) -> None:
