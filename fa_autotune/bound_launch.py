@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fa_autotune.family import Pass
-from fa_autotune.launch import LoadedKernel, bind_thread, make_context_current, num_sms_of
+from fa_autotune.launch import OWNERS, LoadedKernel, bind_thread, make_context_current, num_sms_of
 from fa_autotune.scratch import scratch_address
 
 Launch = Callable[..., None]
@@ -149,13 +149,13 @@ def _grid_of_counts(
 ) -> Callable[[Counts], tuple[int, ...] | None]:
     """The programs of a call, None where there are none; LaunchError if a launch can't take that many."""
     kernel_pass = kernel.candidate.family.kernel_pass
-    owner = 1 if kernel_pass is Pass.BWD_DKDV else 0
-    num_heads = tensors[owner].shape[1]
+    num_heads = tensors[OWNERS.get(kernel_pass, 0)].shape[1]
+    owns_keys = kernel_pass in (Pass.BWD_DKDV, Pass.BWD_FUSED)
     num_sms = () if gpu is None or not kernel.is_persistent else (num_sms_of(gpu),)
 
     def grid_of(counts: Counts) -> tuple[int, ...] | None:
         num_sequences = 1 if kernel_pass is Pass.BWD_DELTA else counts.num_sequences
-        total = counts[1 + owner]
+        total = counts.total_k if owns_keys else counts.total_q
         return kernel.grid_of(num_sequences, num_heads, total, *num_sms) if total else None
 
     return grid_of

@@ -32,6 +32,7 @@ from fa_autotune.tensors import (
     check_kinds,
     check_mask,
     check_scale,
+    check_seed,
     check_softcap,
     check_tensors,
     dense,
@@ -140,14 +141,7 @@ def _check_extras(q: Tensor, k: Tensor, arguments: CallArguments, extras: Extras
     mask = extra_of(extras, MASK)
     if mask is not None:
         check_mask(mask, (batch_size, num_heads, seqlen_q, heads_first(k, layout).shape[2]), q)
-    seed = extra_of(extras, SEED)
-    if (seed is not None) != (arguments.dropout_p != 0.0) or (
-        seed is not None and (seed.shape != (1,) or seed.dtype != torch.int64 or seed.device != q.device)
-    ):
-        raise InvalidProblemError(
-            f"dropout_p={arguments.dropout_p} with dropout_seed={seed}: dropout takes both, the seed int64 (1,) on "
-            f"{q.device} as fa_autotune.dropout.draw_seed gives; no dropout takes neither"
-        )
+    check_seed(extra_of(extras, SEED), arguments.dropout_p, q.device)
     for name, tensor in zip(("alibi_slopes", "sinks"), extras, strict=False):
         if tensor is not None and (
             tensor.shape != (q.shape[0], num_heads) or tensor.dtype != torch.float32 or tensor.device != q.device

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from fa_autotune.config import (
@@ -36,7 +37,7 @@ from fa_autotune.estimates import (
     splits_outputs,
 )
 from fa_autotune.family import AttentionFamily
-from fa_autotune.fused_workspace import NARROW_HEAD_DIM, dq_acc_size, fused_tile
+from fa_autotune.fused_workspace import NARROW_HEAD_DIM, fused_dq_acc_size, fused_tile, packed_statistics_size
 from fa_autotune.problem import AttentionShape
 
 MAX_REGISTERS_PER_THREAD = 255
@@ -289,6 +290,8 @@ def third_consumer(
             f"CONSUMERS=3 leaves registers for head_dim_v up to {NARROW_HEAD_DIM}, not {family.head_dim_v}: with "
             "blocks of keys small enough to fit beside more it was slower than 2"
         )
+    if config.CONSUMERS == 3 and (family.has_mask or family.dropout):
+        return "CONSUMERS=3 leaves no registers for a mask or for random bits"
     return None
 
 
@@ -371,10 +374,14 @@ def hopper_registers(
     """A consumer's accumulators, scores and P fit what setmaxnreg gives its threads, and leave it some."""
     need, limit = consumer_registers(family, config), CONSUMER_REGISTERS[config.CONSUMERS] - OTHER_REGISTERS
     if need > limit:
-        return (
-            f"accumulators, scores and P take {need} registers per thread, CONSUMERS={config.CONSUMERS} leaves {limit}"
-        )
+        what = "accumulators, scores, P and a mask" if family.has_mask else "accumulators, scores and P"
+        return f"{what} take {need} registers per thread, CONSUMERS={config.CONSUMERS} leaves {limit}"
     return None
+
+
+def holds_busy_tile(family: AttentionFamily, config: HopperWsFwdConfig) -> bool:
+    """Whether a family with a mask or dropout leaves a tile's registers to its threads."""
+    return consumer_registers(family, config) <= CONSUMER_REGISTERS[config.CONSUMERS] - OTHER_REGISTERS
 
 
 # --- constraints on the fused backward --------------------------------------------------------------------------------
@@ -419,9 +426,15 @@ def addressable_dq(
     family: AttentionFamily, shape: AttentionShape | None, config: FusedConfig, device: DeviceSpec
 ) -> str | None:
     """Descriptors count rows in 32 bits."""
-    rows = dq_acc_size(family, shape)[0] if shape else 0
+    rows = fused_dq_acc_size(family, shape)[0] if shape else 0
     if rows > MAX_DESCRIPTOR_EXTENT:
         return f"dq_acc has {rows} rows, a descriptor addresses {MAX_DESCRIPTOR_EXTENT}: split the batch"
+    if shape is None or not family.varlen:
+        return None
+    total_q = shape.batch_size * shape.seqlen_q
+    numbers = prod(packed_statistics_size(shape.num_q_heads, shape.batch_size, total_q))  # in a row, for a descriptor
+    if numbers > MAX_DESCRIPTOR_EXTENT:
+        return f"{numbers} lse and delta in a row, a descriptor addresses {MAX_DESCRIPTOR_EXTENT}: split the batch"
     return None
 
 

@@ -21,8 +21,10 @@ from fa_autotune.family import AttentionFamily, DType, Pass
 from fa_autotune.fused_workspace import PART_COLUMNS, PART_ROWS, fused_tile
 
 WIDEST_PIECE = 256  # columns of a tile, by what a descriptor takes; of a row's accumulator, by a warpgroup's registers
+WIDEST_BUSY = 192  # head_dim_v that leaves registers for nearly all that may go with a mask or dropout
 BARRIER_BYTES = 640  # at most, of a `hopper_ws` kernel, forward or backward
 WIDE_BARRIER_BYTES = 896  # of a `hopper_wide` kernel
+PLACE_BYTES = 128  # that it keeps of where a sequence's keys lie, at most
 
 
 def head_dim_pieces(head_dim: int, widest: int = WIDEST_PIECE) -> tuple[int, ...]:
@@ -145,15 +147,22 @@ def out_fits_query_rows(family: AttentionFamily) -> bool:
     return qk_widths[: len(v_widths)] == v_widths
 
 
+def copies_mask(family: AttentionFamily) -> bool:
+    """Whether `hopper_ws` copies a mask's tiles to shared memory, 16 bytes at a time, or reads them by elements."""
+    return family.has_mask and not (family.loose_mask or family.bounded_left)
+
+
 def hopper_smem_bytes(family: AttentionFamily, config: HopperWsFwdConfig) -> int:
-    """Shared memory of a `hopper_ws` kernel: query rows, the ring, and rows of O that do not go through the former."""
+    """Shared memory of a `hopper_ws` kernel: query rows, the ring, rows of O that do not go through the former, and the
+    tile of a mask."""
     qk_widths, v_widths = head_dim_pieces(family.head_dim), head_dim_pieces(family.head_dim_v)
     pipelined = config.SCHEDULE is Schedule.PIPELINED
     columns = sum(qk_widths) * (2 if pipelined else 1)
     if pipelined or config.OWN_OUT or not out_fits_query_rows(family):
         columns += sum(v_widths)
     ring = config.num_stages * config.BLOCK_N * (sum(qk_widths) + sum(v_widths))
-    return (config.BLOCK_M * columns + ring) * family.dtype.itemsize + BARRIER_BYTES
+    mask_bytes = config.BLOCK_M * config.BLOCK_N * family.mask_itemsize if copies_mask(family) else 0
+    return (config.BLOCK_M * columns + ring) * family.dtype.itemsize + mask_bytes + BARRIER_BYTES
 
 
 def fused_smem_bytes(family: AttentionFamily, config: FusedConfig) -> int:
@@ -163,6 +172,7 @@ def fused_smem_bytes(family: AttentionFamily, config: FusedConfig) -> int:
     if isinstance(config, HopperWideBwdConfig):
         do_stages = delta_stages = config.DO_STAGES
         parts, barriers = config.DQ_STAGES, WIDE_BARRIER_BYTES
+        barriers += PLACE_BYTES if family.varlen else 0
     rows, v_rows = tile.block_n + tile.q_stages * tile.block_m, tile.block_n + do_stages * tile.block_m
     values = rows * tile.columns + v_rows * tile.v_columns + tile.ds_stages * tile.block_m * tile.block_n
     floats = parts * PART_ROWS * PART_COLUMNS + (tile.q_stages + delta_stages) * tile.block_m
@@ -170,9 +180,21 @@ def fused_smem_bytes(family: AttentionFamily, config: FusedConfig) -> int:
 
 
 def consumer_registers(family: AttentionFamily, config: HopperWsFwdConfig) -> int:
-    """Registers per thread for the accumulators, the scores, and P as the next operand."""
+    """Registers per thread for the accumulators, the scores, P as the next operand, and what a mask takes."""
     values = padded_head_dim(family.head_dim_v) + config.BLOCK_N + config.BLOCK_N * family.dtype.itemsize // 4
-    return ROWS_PER_WARPGROUP * values // 128
+    return ROWS_PER_WARPGROUP * values // 128 + (_mask_registers(family, config) if family.has_mask else 0)
+
+
+def _mask_registers(family: AttentionFamily, config: HopperWsFwdConfig) -> int:
+    """Registers per thread for a mask's tile, to find it, and for what else is then too much, as kernels showed."""
+    elements = ROWS_PER_WARPGROUP * config.BLOCK_N // 128
+    if not copies_mask(family):  # each in a register, and where it is
+        return 2 * elements
+    tile = elements * max(2, family.mask_itemsize) // 4  # two in a register at most
+    pointers = 2 * elements * family.mask_itemsize // 16
+    is_counted = config.SCHEDULE in (Schedule.PERSISTENT, Schedule.PIPELINED)
+    others = (family.softcap, family.alibi, family.dropout, family.bounded_right and is_counted)
+    return tile + pointers + 4 * sum(others)
 
 
 def backward_registers(family: AttentionFamily, config: BackwardConfig, device: DeviceSpec) -> int:

@@ -45,7 +45,10 @@ class WorstErrors:
 
 @dataclass(slots=True, kw_only=True)
 class ExpectedNumbers:
-    """An output that follows the numerics rule. `zero` marks rows that must be exactly 0, `why` says which they are."""
+    """An output that follows the numerics rule. `zero` marks rows that must be exactly 0, `why` says which they are.
+
+    `terms` is the number of products behind a value; without it, as many as the output has columns.
+    """
 
     name: str
     ref: Tensor
@@ -53,6 +56,7 @@ class ExpectedNumbers:
     zero: Tensor
     why: str
     factor: float = MAX_ERROR_FACTOR
+    terms: int | None = None
 
     def failures(self, written: Tensor, worst: WorstErrors) -> Iterator[str]:
         """What is wrong with an output."""
@@ -66,7 +70,8 @@ class ExpectedNumbers:
         roundings = _roundings(self.ref, written.dtype)
         # GPUs' exp2 is good to two units in the last place, and its argument is a product that one thread sums term by
         # term, where plain torch sums in blocks: in fp32 that shows, in 16 bits it does not.
-        units = max(4.0, sqrt(self.ref.shape[-1])) if written.dtype is torch.float32 else 1.0
+        terms = self.ref.shape[-1] if self.terms is None else self.terms
+        units = max(4.0, sqrt(terms)) if written.dtype is torch.float32 else 1.0
         allowed = self.factor * (pt_error.max().item() + units * roundings.max().item())
         mean_allowed = MEAN_ERROR_FACTOR * pt_error.mean().item() + units * roundings.mean().item()
         max_error, mean_error = error.max().item(), error.mean().item()

@@ -176,16 +176,15 @@ class AttentionFamily:
             )
 
     def _check_varlen(self) -> None:
-        if self.varlen and self.kernel_pass in KEYLESS_PASSES:
+        if self.varlen and self.kernel_pass is Pass.BWD_DELTA:
             raise InvalidProblemError(
-                f"varlen=True is for passes with keys: {self.kernel_pass.value} goes over rows, whatever sequence they "
-                "belong to; leave it out there"
+                f"varlen=True is for passes that know sequences: {self.kernel_pass.value} goes over rows, whatever "
+                "sequence they belong to; leave it out there"
             )
-        found = [name for name in (*MASK_KINDS, "dropout") if getattr(self, name)]
+        found = [name for name in MASK_KINDS if getattr(self, name)]
         if self.varlen and found:
             raise InvalidProblemError(
-                f"{' and '.join(found)} with varlen: kernels of sequences in a row know neither masks nor dropout; "
-                "leave one out"
+                f"{' and '.join(found)} with varlen: kernels of sequences in a row know no masks; leave one out"
             )
 
     def as_json(self) -> dict[str, Any]:
@@ -251,7 +250,8 @@ class AttentionFamily:
     def feature_numbers(self) -> tuple[str, ...]:
         """What the kernel takes after the diagonal: fields of `features.Features`."""
         if self.kernel_pass is Pass.BWD_POSTPROCESS:
-            return ("left_diagonal", "key_offset") if self.bounded_left else ()
+            known = ("left_diagonal",) if self.varlen else ("left_diagonal", "key_offset")
+            return known if self.bounded_left else ()
         names = {"left_diagonal": self.bounded_left, "softcap": self.softcap, "dropout_p": self.dropout}
         return tuple(name for name, is_on in names.items() if is_on)
 

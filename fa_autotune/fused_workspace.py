@@ -63,6 +63,30 @@ def fused_tile(family: AttentionFamily) -> FusedTile:
     return FusedTile(block_m=64, block_n=128, columns=128, v_columns=128)
 
 
+def row_blocks(total_q: int, num_sequences: int, block: int) -> int:
+    """Blocks of rows that a head of sequences in a row has, whatever their lengths: sequence b, whose first row is
+    `first`, owns those from first // block + b on, as many as its rows take. What lies behind the last is one more."""
+    return total_q // block + num_sequences + 1
+
+
+def packed_statistics_size(num_q_heads: int, num_sequences: int, total_q: int) -> tuple[int, int, int]:
+    """`statistics_size` of sequences in a row: each sequence's rows are padded to whole blocks."""
+    return 2, num_q_heads, row_blocks(total_q, num_sequences, STATISTIC_ROWS) * STATISTIC_ROWS
+
+
+def packed_turns_size(num_q_heads: int, num_sequences: int, total_q: int) -> tuple[int, int]:
+    """`turns_size` of sequences in a row."""
+    _, heads, rows = packed_statistics_size(num_q_heads, num_sequences, total_q)
+    return heads, rows // ROWS_PER_TURN
+
+
+def packed_dq_acc_size(family: AttentionFamily, num_q_heads: int, num_sequences: int, total_q: int) -> tuple[int, int]:
+    """`dq_acc_size` of sequences in a row: tile number head · `row_blocks` + block."""
+    tile = fused_tile(family)
+    tiles = num_q_heads * row_blocks(total_q, num_sequences, tile.block_m)
+    return tiles * (tile.block_m * tile.columns // DQ_LANES), DQ_LANES
+
+
 def statistics_size(shape: AttentionShape) -> tuple[int, int, int]:
     """(2, batch · q heads, padded rows): lse in base 2, then delta; fp32, contiguous."""
     rows = -(-shape.seqlen_q // STATISTIC_ROWS) * STATISTIC_ROWS
@@ -90,7 +114,14 @@ def dq_acc_size(family: AttentionFamily, shape: AttentionShape) -> tuple[int, in
     return tiles * (tile.block_m * tile.columns // DQ_LANES), DQ_LANES
 
 
+def fused_dq_acc_size(family: AttentionFamily, shape: AttentionShape) -> tuple[int, int]:
+    """Of a problem, whether its sequences are in a row or a batch."""
+    if not family.varlen:
+        return dq_acc_size(family, shape)
+    return packed_dq_acc_size(family, shape.num_q_heads, shape.batch_size, shape.batch_size * shape.seqlen_q)
+
+
 def dq_padding(family: AttentionFamily, shape: AttentionShape) -> float:
     """How many times as many values dq_acc holds as dq has."""
-    rows, lanes = dq_acc_size(family, shape)
+    rows, lanes = fused_dq_acc_size(family, shape)
     return rows * lanes / (shape.batch_size * shape.num_q_heads * shape.seqlen_q * family.head_dim)

@@ -1,7 +1,8 @@
 """Where a search starts among the kernels in Gluon: configs that were fast on Hopper, the untuned default first."""
 
 from fa_autotune.config import HopperWideBwdConfig, HopperWsBwdConfig, HopperWsFwdConfig, Schedule
-from fa_autotune.estimates import fused_smem_bytes, padded_head_dim
+from fa_autotune.constraints import holds_busy_tile
+from fa_autotune.estimates import WIDEST_BUSY, fused_smem_bytes, hopper_smem_bytes, padded_head_dim
 from fa_autotune.family import AttentionFamily
 
 SMEM_BYTES = 227 * 1024  # that a program on sm_90 may have
@@ -41,6 +42,42 @@ _FORWARD: list[tuple[int, list[tuple[Schedule, int, int, int, bool, bool]]]] = [
     ),
 ]
 
+# The same where a mask or dropout keep warps busy beside the products, and take registers and shared memory.
+_BUSY_FORWARD: list[tuple[int, list[tuple[Schedule, int, int, int, bool, bool]]]] = [
+    (
+        64,
+        [
+            (Schedule.SINGLE, 1, 64, 2, False, False),
+            (Schedule.PERSISTENT, 2, 128, 2, False, True),
+            (Schedule.SINGLE, 1, 128, 2, False, False),
+            (Schedule.PIPELINED, 2, 128, 2, False, False),
+            (Schedule.TILE, 2, 128, 2, False, False),
+            (Schedule.PIPELINED, 2, 64, 3, False, False),
+        ],
+    ),
+    (
+        128,
+        [
+            (Schedule.PERSISTENT, 2, 128, 2, False, True),
+            (Schedule.PIPELINED, 2, 128, 2, False, False),
+            (Schedule.PERSISTENT, 2, 128, 2, True, True),
+            (Schedule.TILE, 2, 128, 2, False, False),
+            (Schedule.PIPELINED, 2, 64, 2, False, False),
+            (Schedule.PERSISTENT, 2, 64, 3, False, True),
+            (Schedule.SINGLE, 1, 64, 2, False, False),
+        ],
+    ),
+    (
+        256,
+        [
+            (Schedule.TILE, 2, 64, 2, False, False),
+            (Schedule.TILE, 2, 64, 2, True, False),
+            (Schedule.PERSISTENT, 2, 64, 2, False, False),
+            (Schedule.PERSISTENT, 2, 64, 2, True, False),
+        ],
+    ),
+]
+
 # HEADS_PER_GROUP and DIAGONAL_FIRST of the fused backward. The order that no length is slow in is first; the other one
 # is faster where few or short key blocks make a head.
 _FULL = [(8, False), (4, False), (16, False), (2, False)]
@@ -54,8 +91,10 @@ _WIDE_STAGES = [(2, 3), (2, 2), (1, 3)]  # DO_STAGES and DQ_STAGES, the fastest 
 def forward_seeds(family: AttentionFamily) -> list[HopperWsFwdConfig]:
     """Of `hopper_ws`, forward."""
     widest = max(padded_head_dim(family.head_dim), padded_head_dim(family.head_dim_v))
-    tiles = next((tiles for limit, tiles in _FORWARD if widest <= limit), _FORWARD[-1][1])
-    return [
+    is_busy = family.has_mask or family.dropout
+    lists = _BUSY_FORWARD if is_busy else _FORWARD
+    tiles = next((tiles for limit, tiles in lists if widest <= limit), lists[-1][1])
+    seeds = [
         HopperWsFwdConfig(
             SCHEDULE=schedule,
             CONSUMERS=consumers,
@@ -68,6 +107,13 @@ def forward_seeds(family: AttentionFamily) -> list[HopperWsFwdConfig]:
         )
         for schedule, consumers, block_n, stages, ping_pong, own_out in tiles
     ]
+    if not is_busy:
+        return seeds
+    if widest > _FORWARD[1][0]:
+        # Of accumulators so wide, one keeps an address in memory in one kind of kernel, and one in the other.
+        schedule = Schedule.PERSISTENT if family.dropout and not family.bounded_right else Schedule.TILE
+        seeds = [one for one in seeds if one.SCHEDULE is schedule or family.head_dim_v <= WIDEST_BUSY]
+    return [one for one in seeds if hopper_smem_bytes(family, one) <= SMEM_BYTES and holds_busy_tile(family, one)]
 
 
 def fused_seeds(family: AttentionFamily) -> list[HopperWsBwdConfig]:

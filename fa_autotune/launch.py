@@ -93,9 +93,16 @@ def gpu_uuid(index: int) -> str:
 
 
 # Which of its tensors has the rows that a kernel's programs own, where it is not the first.
-_OWNERS = {Pass.BWD_DKDV: 1, Pass.BWD_FUSED: 1, Pass.BWD_POSTPROCESS: 1}
+OWNERS = {Pass.BWD_DKDV: 1, Pass.BWD_FUSED: 1, Pass.BWD_POSTPROCESS: 1}
 # How many tensors come before those of a family's features, in the passes that serve sequences in a row.
-_TENSORS_BEFORE = {Pass.FWD: 5, Pass.BWD_DKDV: 8, Pass.BWD_DQ: 7}
+_TENSORS_BEFORE = {
+    Pass.FWD: 5,
+    Pass.BWD_DKDV: 8,
+    Pass.BWD_DQ: 7,
+    Pass.BWD_PREPROCESS: 5,
+    Pass.BWD_FUSED: 9,
+    Pass.BWD_POSTPROCESS: 2,
+}
 
 
 class LoadedKernel:
@@ -108,7 +115,7 @@ class LoadedKernel:
         """
         self.candidate = candidate
         self.module: ModuleType = load_module(module_path)
-        self._owner = _OWNERS.get(candidate.family.kernel_pass, 0)
+        self._owner = OWNERS.get(candidate.family.kernel_pass, 0)
         self.compiled: Any = None if interpreting() else compile_module(self.module, arch)  # Triton's CompiledKernel
         self.run = _interpreted(self.module) if interpreting() else _compiled(self.compiled)
         # Persistent kernels have a program per SM and take a tile counter.
@@ -127,10 +134,10 @@ class LoadedKernel:
         bwd_delta: out, do, delta, and delta is written;
         bwd_dkdv: q, k, v, do, lse, delta, dk, dv, *tensors, softmax_scale, diagonal, *numbers, and dk, dv are written;
         bwd_dq: q, k, v, do, lse, delta, dq, *tensors, softmax_scale, diagonal, *numbers, and dq is written;
-        bwd_preprocess: out, do, lse, statistics, turns, and the last two are written;
+        bwd_preprocess: out, do, lse, statistics, turns, *tensors, and the last two are written;
         bwd_fused: q, k, v, do, statistics, turns, dk, dv, dq_acc, *tensors, softmax_scale, diagonal, *numbers, and dk,
         dv and dq_acc are written (an unordered kernel adds to dq_acc), and turns is 0 again;
-        bwd_postprocess: dq_acc, dq, softmax_scale, diagonal, *numbers, and dq is written.
+        bwd_postprocess: dq_acc, dq, *tensors, softmax_scale, diagonal, *numbers, and dq is written.
 
         *tensors and *numbers: a family's `feature_tensors`, fp32 (batch, num_q_heads), then its `length_tensors`, int32
         (sequences + 1), where the batch is that of the sequences and 1 for all else; and its `feature_numbers`. Others

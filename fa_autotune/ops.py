@@ -165,10 +165,9 @@ def _as_called(problem: AttentionProblem | str) -> AttentionProblem:
     return (AttentionProblem.parse(problem) if isinstance(problem, str) else problem).as_called()
 
 
-# What arguments mean that are not served. None is off; a dropout of 0 is too.
+# What arguments mean that are not served; None is off.
 _FEATURES = {
     "attn_mask": "a mask, of sequences in a row",
-    "dropout_p": "dropout, of sequences in a row",
     "score_mod": "a score function",
     "mask_mod": "a mask function",
     "q_scale": "8-bit inputs",
@@ -180,8 +179,7 @@ _FEATURES = {
 def check_features(**arguments: Any) -> None:
     """UnsupportedError for the first argument that asks for what this release does not serve."""
     for name, value in arguments.items():
-        is_off = value == 0.0 if name == "dropout_p" else value is None
-        if not is_off:
+        if value is not None:
             raise UnsupportedError(
                 f"{name} ({_FEATURES[name]}) is not served by this release of fa_autotune; leave it out"
             )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from fa_autotune.family import AttentionFamily
+from fa_autotune.family import AttentionFamily, Pass
 from fa_autotune.problem import AttentionShape
 from fa_autotune.sequences import Sequences
 
@@ -39,6 +39,8 @@ def probes(
     """
     if family.varlen:
         found = _of_sequences(block_m, block_n)
+        if family.kernel_pass is Pass.BWD_FUSED and programs:
+            found.append(_of_waiting_programs(block_m, block_n, heads=2 * -(-programs // 12)))
     else:
         found = _probes(block_m=block_m, block_n=block_n, exact_lengths=exact_lengths, programs=programs)
     if not family.bounded_left:
@@ -68,6 +70,19 @@ def _in_windows(
         for n, probe in enumerate(probe_list)
     ]
     return [*(replace(probe, shape=shape) for probe, shape in zip(probe_list, windows, strict=True)), *more]
+
+
+def _of_waiting_programs(block_m: int, block_n: int, heads: int) -> Probe:
+    """Sequences of several blocks for more programs than run together, which wait for one another."""
+    lengths_q, lengths_k = (4 * block_m + 1, 0, 3 * block_m - 1), (5 * block_n - 1, 3, 4 * block_n + 3)
+    shape = AttentionShape(
+        batch_size=3,
+        num_q_heads=heads,
+        num_kv_heads=heads // 2,
+        seqlen_q=max(lengths_q),
+        seqlen_k=max(lengths_k),
+    )
+    return Probe(shape=shape, sequences=Sequences(lengths_q=lengths_q, lengths_k=lengths_k), seed=6)
 
 
 def _of_sequences(block_m: int, block_n: int) -> list[Probe]:

@@ -221,7 +221,8 @@ class AttentionProblem:
         """The problem that another kernel of the same call solves.
 
         delta and the preprocessing know neither keys nor a mask, and the postprocessing no scores: calls that differ in
-        these alone share their problem. The access stays, but is that of ordinary tensors where this problem's is.
+        these alone share their problem, and delta knows no sequences either. The access stays, but is that of ordinary
+        tensors where this problem's is.
         `unordered` is that of the fused kernel. InvalidProblemError from a pass without keys to another one.
         """
         of_pass: dict[str, Any] = {"unordered": unordered, "mask_gradient": mask_gradient}
@@ -241,7 +242,8 @@ class AttentionProblem:
             return replace(self, family=replace(family, kernel_pass=kernel_pass, sinks=sinks, **of_pass))
         family, head_dim_v = self.family, self.family.head_dim_v
         batch_size, seqlen_q = self.shape.batch_size, self.shape.seqlen_q
-        if family.varlen:  # rows one after another
+        is_varlen = family.varlen and kernel_pass is Pass.BWD_PREPROCESS
+        if family.varlen and not is_varlen:  # rows one after another
             batch_size, seqlen_q = 1, min(MAX_EXTENT, batch_size * seqlen_q)
         is_usual = family.access is strongest_access(family.dtype, family.head_dim, head_dim_v)
         return replace(
@@ -252,6 +254,7 @@ class AttentionProblem:
                 head_dim=head_dim_v,
                 head_dim_v=head_dim_v,
                 bounded_right=False,
+                varlen=is_varlen,
                 access=strongest_access(family.dtype, head_dim_v, head_dim_v) if is_usual else family.access,
                 **of_pass,
             ),

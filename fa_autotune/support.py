@@ -1,14 +1,16 @@
 """Which families a variant serves, on which GPU and with which Triton: the reason why it can't, or None."""
 
 from fa_autotune.device import INTERPRETER_ARCH
-from fa_autotune.estimates import WIDEST_PIECE, multiplies_by_warp
+from fa_autotune.estimates import WIDEST_BUSY, WIDEST_PIECE, copies_mask, multiplies_by_warp
 from fa_autotune.family import Access, AttentionFamily, DType, Pass
 from fa_autotune.fused_workspace import NARROW_HEAD_DIM, PART_ROWS, WIDEST_SHARED, fused_tile, is_wide
 from fa_autotune.tiles import is_wide_head
 
 MIN_TRITON = (3, 6)
 GLUON_TRITONS = ((3, 6), (3, 7))
+WIDEST_VARLEN_WINDOW = 192  # of the fused backward; see `wide_supports`
 WIDEST_WITH_LEFT_WINDOW = 192  # head_dim_v of the Hopper forward; wider ones spill in their loops
+WIDEST_BY_ELEMENTS = 128  # the same beside a mask that is not copied
 WIDEST_WITH_DROPOUT = 192  # head_dim_v of the fused backward of wide head dims
 
 
@@ -73,9 +75,6 @@ def _hopper_ws_supports(family: AttentionFamily, arch: str, triton_version: tupl
     return None
 
 
-_NEVER_IN_GLUON = {"has_mask": "attn_mask", "dropout": "dropout"}  # property of a family: in words
-
-
 def hopper_forward_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
     """The same of the warp-specialised forward."""
     if reason := _hopper_ws_supports(family, arch, triton_version):
@@ -85,8 +84,26 @@ def hopper_forward_supports(family: AttentionFamily, arch: str, triton_version: 
             f"both edges of a window need registers that head_dim_v={family.head_dim_v} does not leave, "
             f"{WIDEST_WITH_LEFT_WINDOW} at most does; the tma variant serves"
         )
-    found = [words for name, words in _NEVER_IN_GLUON.items() if getattr(family, name)]
-    return f"it knows no {' and no '.join(found)}; the tma and portable variants serve" if found else None
+    if family.dropout and family.bounded_left:
+        return "dropout wants whole 16 keys, and descriptors would read some that no row sees; the portable one serves"
+    if family.dropout and family.varlen:
+        return "it knows no dropout of sequences in a row; others serve where the family does"
+    return _too_busy(family)
+
+
+def _too_busy(family: AttentionFamily) -> str | None:
+    """Why a mask or dropout leave no registers for all else that is computed beside the products."""
+    others = f"head_dim_v={family.head_dim_v} leaves no registers for"
+    end = "the tma and portable variants serve"
+    if family.has_mask and not copies_mask(family) and family.head_dim_v > WIDEST_BY_ELEMENTS:
+        return f"{others} a mask that is read by elements, {WIDEST_BY_ELEMENTS} does; {end}"
+    if not (family.has_mask or family.dropout) or family.head_dim_v <= WIDEST_BUSY:
+        return None
+    if family.wide_bias:
+        return f"{others} a mask in fp32, {WIDEST_BUSY} does; {end}"
+    found = [name for name in ("has_mask", "dropout", "softcap", "alibi") if getattr(family, name)]
+    words = " and ".join(found).replace("has_mask", "attn_mask")
+    return f"{others} {words} at once; {end}" if len(found) > 1 else None
 
 
 def _too_wide(family: AttentionFamily) -> str:
@@ -96,7 +113,9 @@ def _too_wide(family: AttentionFamily) -> str:
 
 def _unknown_to_fused(family: AttentionFamily) -> str | None:
     """What the fused backwards, and the kernels beside them, do not know yet."""
-    lacks = {"varlen": "sequences in a row", "has_mask": "attn_mask"}
+    lacks = {"has_mask": "attn_mask"}
+    if family.varlen:
+        lacks |= {"alibi": "ALiBi of sequences in a row", "dropout": "dropout of sequences in a row"}
     found = [words for name, words in lacks.items() if getattr(family, name)]
     others = "portable variant serves" if family.varlen else "tma and portable variants serve"
     return f"it knows no {' and no '.join(found)}; the {others}" if found else None
@@ -138,6 +157,12 @@ def wide_supports(family: AttentionFamily, arch: str, triton_version: tuple[int,
     """The same of the fused backward of wide head dims."""
     if not is_wide(family):
         return f"it is for head dims above {WIDEST_SHARED}; hopper_ws serves"
+    widest, is_window = max(family.head_dim, family.head_dim_v), family.bounded_left and family.bounded_right
+    if family.varlen and is_window and not family.softcap and widest > WIDEST_VARLEN_WINDOW:
+        return (
+            f"both edges of a window spill above head_dim {WIDEST_VARLEN_WINDOW} where sequences lie in a row; the "
+            "portable variant serves"
+        )
     found = _hopper_ws_supports(family, arch, triton_version) or _unknown_to_fused(family)
     return found or _spills_in_fused(family)
 

@@ -145,6 +145,17 @@ def as_dropout(value: Any) -> float:
     return number
 
 
+def check_seed(seed: Tensor | None, dropout_p: float, device: torch.device) -> None:
+    """InvalidProblemError for dropout without a seed, a seed without dropout, or one that `draw_seed` does not give."""
+    if (seed is not None) != (dropout_p != 0.0) or (
+        seed is not None and (seed.shape != (1,) or seed.dtype != torch.int64 or seed.device != device)
+    ):
+        raise InvalidProblemError(
+            f"dropout_p={dropout_p} with dropout_seed={seed}: dropout takes both, the seed int64 (1,) on {device} as "
+            "fa_autotune.dropout.draw_seed gives; no dropout takes neither"
+        )
+
+
 def check_dropout(dropout_p: float) -> None:
     """InvalidProblemError for a share of probabilities that is none, or leaves nothing."""
     if not 0.0 <= dropout_p < 1.0:

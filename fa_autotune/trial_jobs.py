@@ -17,7 +17,7 @@ import torch
 from fa_autotune.config import BwdPostprocessConfig, FusedConfig
 from fa_autotune.device import DeviceSpec, Toolchain
 from fa_autotune.family import Pass
-from fa_autotune.fused_workspace import fused_tile
+from fa_autotune.fused_workspace import STATISTIC_ROWS, fused_tile
 from fa_autotune.launch import LoadedKernel, live_toolchain
 from fa_autotune.measure import Launch, MeasurePolicy, Timer, confirm, make_timer, regime_for, screen
 from fa_autotune.probes import probes
@@ -123,6 +123,8 @@ def _blocks(candidate: Candidate) -> tuple[int, int]:
     if isinstance(config, FusedConfig | BwdPostprocessConfig):
         tile = fused_tile(family)
         return tile.block_m, tile.block_n
+    if family.varlen and family.kernel_pass is Pass.BWD_PREPROCESS:
+        return STATISTIC_ROWS, STATISTIC_ROWS  # whose blocks sequences are padded to
     return config.BLOCK_M, getattr(config, "BLOCK_N", config.BLOCK_M)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fa_autotune.differentiable import cast_as_autocast, is_autocast, is_plain, is_seen_by_others
+from fa_autotune.dropout import draw_seed
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
 from fa_autotune.op_library import check_tangents, refuse_forward_mode
 from fa_autotune.ops import check_features
@@ -20,6 +21,7 @@ from fa_autotune.tensors import (
     GENERATED,
     OPEN,
     REFERENCE,
+    as_dropout,
     as_heads_numbers,
     as_scale,
     as_softcap,
@@ -71,21 +73,20 @@ def attention_varlen(
     cu_seqlens_k[b] … cu_seqlens_k[b + 1] − 1. Either may be none, and a row without keys gives 0. Rows after the last
     sequence belong to none: their out and gradients are 0, their lse −inf, whatever they hold.
 
-    causal, window_size, softcap, alibi_slopes, sinks and fp32_precision mean for each sequence what they mean in
-    `attention`, aligned bottom-right; alibi_slopes may be (sequences, num_q_heads). max_seqlen_q and max_seqlen_k are
-    taken for compatibility and never read: they may be numbers, tensors or left out. return_lse: also the natural-log
-    log-sum-exp, fp32 (num_q_heads, total_q), differentiable. Results and gradients are bit-for-bit repeatable, also
-    with deterministic=False.
+    causal, window_size, softcap, alibi_slopes, sinks, dropout_p and fp32_precision mean for each sequence what they
+    mean in `attention`, aligned bottom-right; alibi_slopes may be (sequences, num_q_heads), and dropout keeps what it
+    keeps of a padded batch with the same seed. max_seqlen_q and max_seqlen_k are taken for compatibility and never
+    read: they may be numbers, tensors or left out. return_lse: also the natural-log log-sum-exp, fp32 (num_q_heads,
+    total_q), differentiable. Results and gradients are bit-for-bit repeatable, also with deterministic=False.
 
     The host never waits for the GPU, so what lies in cu_seqlens is not checked: it is to start at 0, not to fall, and
     to end at or before the totals. Where it does not, results are of no use, but nothing outside of the tensors is
     read or written. Raises InvalidProblemError for tensors that do not fit together, and UnsupportedError for what this
     release does not serve, before any kernel runs.
     """
-    if not (attn_mask is score_mod is mask_mod is q_scale is k_scale is v_scale is None and dropout_p == 0.0):
+    if not attn_mask is score_mod is mask_mod is q_scale is k_scale is v_scale is None:
         check_features(
             attn_mask=attn_mask,
-            dropout_p=dropout_p,
             score_mod=score_mod,
             mask_mod=mask_mod,
             q_scale=q_scale,
@@ -98,8 +99,8 @@ def attention_varlen(
     runs = REFERENCE if backend == "reference" else GENERATED
     if fp32_precision != "ieee":
         runs = as_tf32(runs, fp32_precision)
-    call = varlen_call(softmax_scale, causal, window_size, softcap, runs)
-    tensors = varlen_tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks)
+    call = varlen_call(softmax_scale, causal, window_size, softcap, runs, dropout_p)
+    tensors = varlen_tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, call[-1])
     return attend_varlen(tensors, call, return_lse)
 
 
@@ -110,16 +111,20 @@ def check_lengths(max_seqlen_q: Any, max_seqlen_k: Any) -> None:
         check_max_seqlen("max_seqlen_k", max_seqlen_k)
 
 
-def varlen_call(softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, backend: int) -> tuple[Any, ...]:
+def varlen_call(
+    softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, backend: int, dropout_p: Any
+) -> tuple[Any, ...]:
     """The fields of `varlen_plan.VarlenArguments` for arguments as users give them."""
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = as_scale(softmax_scale)
     if type(softcap) is not float:
         softcap = as_softcap(softcap)
+    if type(dropout_p) is not float or dropout_p != 0.0:
+        dropout_p = as_dropout(dropout_p)
     mask, left, right = mask_of(causal, window_size)
     if mask in (FULL, BOTTOM_RIGHT):
         left, right = OPEN, 0 if mask == BOTTOM_RIGHT else OPEN
-    return softmax_scale, left, right, softcap, backend
+    return softmax_scale, left, right, softcap, backend, dropout_p
 
 
 def varlen_tensors(
@@ -130,9 +135,11 @@ def varlen_tensors(
     cu_seqlens_k: Tensor,
     alibi_slopes: Any = None,
     sinks: Any = None,
+    dropout_p: float = 0.0,
 ) -> VarlenTensors:
-    """A call's tensors as plans take them; InvalidProblemError for slopes and sinks that are none."""
-    if alibi_slopes is sinks is None:
+    """A call's tensors as plans take them, with a new seed for dropout; InvalidProblemError for slopes and sinks that
+    are none."""
+    if alibi_slopes is sinks is None and dropout_p == 0.0:
         return VarlenTensors(q, k, v, cu_seqlens_q, cu_seqlens_k)
     for name, tensor, ndim in (("q", q, 3), ("cu_seqlens_q", cu_seqlens_q, 1)):
         check_tensor(name, tensor)
@@ -141,7 +148,8 @@ def varlen_tensors(
     heads, count = q.shape[1], cu_seqlens_q.shape[0] - 1
     slopes = as_heads_numbers("alibi_slopes", alibi_slopes, q, count, heads, batched=True)
     scores = as_heads_numbers("sinks", sinks, q, 1, heads, batched=False)
-    return VarlenTensors(q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, None if scores is None else scores[0])
+    seed = draw_seed(q.device) if dropout_p != 0.0 else None
+    return VarlenTensors(q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, None if scores is None else scores[0], seed)
 
 
 def attend_varlen(tensors: VarlenTensors, call: tuple[Any, ...], with_lse: bool) -> Any:
@@ -209,7 +217,7 @@ class _VarlenAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None = None) -> tuple[Any, ...]:
         if d_out is None and d_lse is None:
-            return (None,) * 9
+            return (None,) * (len(VarlenTensors._fields) + 2)
         *saved, out, lse = ctx.saved_tensors
         tensors, plan = VarlenTensors(*saved), ctx.plan
         needed = (*ctx.needs_input_grad[2:5], ctx.needs_input_grad[8])
@@ -220,7 +228,7 @@ class _VarlenAttention(torch.autograd.Function):
         else:
             found = plan.backward(tensors, out, lse, d_out, d_lse, needed)
         dq, dk, dv, d_sinks = found
-        return None, None, dq, dk, dv, None, None, None, d_sinks
+        return None, None, dq, dk, dv, None, None, None, d_sinks, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -295,9 +303,11 @@ def attend_varlen_packed(
     with_lse: bool,
     alibi_slopes: Tensor | None = None,
 ) -> Any:
-    """Attention of a packed tensor; where autograd records it, and there are no slopes, its gradient is one tensor."""
+    """Attention of a packed tensor; where autograd records it, without slopes and dropout, its gradient is one
+    tensor."""
     if (
         alibi_slopes is None
+        and call[-1] == 0.0
         and torch.is_grad_enabled()
         and packed.requires_grad
         and not is_seen_by_others()
@@ -305,5 +315,6 @@ def attend_varlen_packed(
         and not _are_odd(q, packed, cu_seqlens_q, cu_seqlens_k)
     ):
         return _apply_packed(call, with_lse, q, packed, cu_seqlens_q, cu_seqlens_k)
-    tensors = varlen_tensors(*packed_parts(q, packed), cu_seqlens_q, cu_seqlens_k, alibi_slopes)
+    parts = packed_parts(q, packed)
+    tensors = varlen_tensors(*parts, cu_seqlens_q, cu_seqlens_k, alibi_slopes, dropout_p=call[-1])
     return attend_varlen(tensors, call, with_lse)

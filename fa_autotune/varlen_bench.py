@@ -38,9 +38,11 @@ def backward_in_a_row(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor
     sinks = None if features.sinks is None else features.sinks[0]
     starts_q, starts_k = lengths_of(problem, q.device)
     q_rows, k_rows, v_rows = rows
-    tensors = VarlenTensors(q_rows, k_rows, v_rows, starts_q, starts_k, features.alibi_slopes, sinks)
+    tensors = VarlenTensors(
+        q_rows, k_rows, v_rows, starts_q, starts_k, features.alibi_slopes, sinks, features.dropout_seed
+    )
     runs = GENERATED | TF32 if problem.family.tf32 else GENERATED
-    plan = varlen_plan_of(tensors, (None, *problem.window, features.softcap, runs))
+    plan = varlen_plan_of(tensors, (None, *problem.window, features.softcap, runs, features.dropout_p))
     out, lse = plan.forward(tensors)
     return partial(plan.backward, tensors, out, lse, torch.randn_like(out), None, (True, True, True, sinks is not None))
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fa_autotune.calls import runs_kernels, tell_of_reference
+from fa_autotune.dropout import head_numbers
 from fa_autotune.errors import InvalidProblemError
 from fa_autotune.features import Features, sink_gradient
 from fa_autotune.tensors import (
@@ -19,7 +20,9 @@ from fa_autotune.tensors import (
     MIN_SCALE,
     OPEN,
     REFERENCE,
+    check_dropout,
     check_scale,
+    check_seed,
     check_softcap,
     check_tensor,
     check_tensors,
@@ -62,7 +65,7 @@ def varlen_plan_of(tensors: VarlenTensors, call: tuple[Any, ...]) -> Plan:
 
     `call` holds the fields of `VarlenArguments`.
     """
-    q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, sinks = tensors
+    q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, sinks, seed = tensors
     try:
         total_q, heads, head_dim = q.shape
         total_k, kv_heads, key_dim = k.shape
@@ -97,6 +100,8 @@ def varlen_plan_of(tensors: VarlenTensors, call: tuple[Any, ...]) -> Plan:
         key += ("slopes", slopes.stride(), slopes.dtype, slopes.device)
     if sinks is not None:
         key += ("sinks", sinks.stride(), sinks.dtype, sinks.device)
+    if seed is not None:
+        key += ("dropout", seed.shape, seed.stride(), seed.dtype, seed.device)
     plan = _plans.get(key)
     if plan is None or not agree:
         plan = _new_plan(tensors, VarlenArguments(*call))
@@ -154,13 +159,13 @@ def _check_kinds(tensors: VarlenTensors) -> None:
             )
 
 
-def check_varlen(tensors: VarlenTensors) -> None:
+def check_varlen(tensors: VarlenTensors, dropout_p: float) -> None:
     """All rules of a call's tensors; InvalidProblemError names the first that is broken.
 
     What lies in cu_seqlens is not read: that would wait for the GPU.
     """
     _check_kinds(tensors)
-    q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, sinks = tensors
+    q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, sinks, seed = tensors
     check_tensors(*map(rows_last, (q, k, v)))
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise InvalidProblemError(
@@ -179,6 +184,7 @@ def check_varlen(tensors: VarlenTensors) -> None:
                 f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; kernels take float32 {size} on "
                 f"{q.device}: cast and expand it"
             )
+    check_seed(seed, dropout_p, q.device)
 
 
 def check_max_seqlen(name: str, value: Any) -> None:
@@ -196,7 +202,8 @@ def _new_plan(tensors: VarlenTensors, arguments: VarlenArguments) -> Plan:
     if scale is not None:
         check_scale(scale)
     check_softcap(arguments.softcap)
-    check_varlen(tensors)
+    check_dropout(arguments.dropout_p)
+    check_varlen(tensors, arguments.dropout_p)
     if tensors.q.shape[1] == 0 or tensors.cu_seqlens_q.shape[0] == 1:
         return _EmptyPlan(arguments)
     if scale is not None and not MIN_SCALE <= scale <= MAX_SCALE:
@@ -348,5 +355,8 @@ class _ReferencePlan:
                 softcap=self.arguments.softcap,
                 alibi_slopes=tensors.alibi_slopes,
                 sinks=None if sinks is None else sinks.expand(counts.num_sequences, -1),
+                dropout_p=self.arguments.dropout_p,
+                dropout_seed=tensors.dropout_seed,
+                head_numbers=head_numbers(counts.num_sequences, tensors.q.shape[1], tensors.q.device),
             ),
         )

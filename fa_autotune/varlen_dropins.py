@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
-from fa_autotune.ops import check_features
 from fa_autotune.tensors import GENERATED, as_flash_attn_softcap, check_tensor
 from fa_autotune.varlen import attend_varlen_packed, attention_varlen, check_lengths, varlen_call
 
@@ -35,7 +34,8 @@ def flash_attn_varlen_func(
 
     cu_seqlens are int32 (batch + 1,). The maxima are never read, so they may be numbers or tensors, and cause neither a
     wait nor a recompilation. return_attn_probs gives (out, softmax_lse, None), softmax_lse fp32 (heads, total_q).
-    Gradients are always deterministic. Paged keys (block_table) are not served.
+    Gradients are always deterministic. Dropout keeps what `fa_autotune.dropout.dropout_mask` says of a padded batch.
+    Paged keys (block_table) are not served.
     """
     if block_table is not None:
         raise UnsupportedError(
@@ -78,13 +78,12 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """flash_attn.flash_attn_varlen_kvpacked_func: `flash_attn_varlen_func` of kv (total_k, 2, heads_k, head_dim).
 
-    The gradient of kv is written in one piece.
+    The gradient of kv is written in one piece, without slopes and dropout.
     """
     check_tensor("q", q)
     _check_packed("kv", kv, 2)
     check_lengths(max_seqlen_q, max_seqlen_k)
-    check_features(dropout_p=dropout_p)
-    call = varlen_call(softmax_scale, causal, window_size, as_flash_attn_softcap(softcap), GENERATED)
+    call = varlen_call(softmax_scale, causal, window_size, as_flash_attn_softcap(softcap), GENERATED, dropout_p)
     results = attend_varlen_packed(q, kv, cu_seqlens_q, cu_seqlens_k, call, return_attn_probs, alibi_slopes)
     return (*results, None) if return_attn_probs else results
 
@@ -104,12 +103,11 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:
     """flash_attn.flash_attn_varlen_qkvpacked_func: `flash_attn_varlen_func` of qkv (total, 3, heads, head_dim).
 
-    The gradient of qkv is written in one piece.
+    The gradient of qkv is written in one piece, without slopes and dropout.
     """
     _check_packed("qkv", qkv, 3)
     check_lengths(max_seqlen, max_seqlen)
-    check_features(dropout_p=dropout_p)
-    call = varlen_call(softmax_scale, causal, window_size, as_flash_attn_softcap(softcap), GENERATED)
+    call = varlen_call(softmax_scale, causal, window_size, as_flash_attn_softcap(softcap), GENERATED, dropout_p)
     results = attend_varlen_packed(None, qkv, cu_seqlens, cu_seqlens, call, return_attn_probs, alibi_slopes)
     return (*results, None) if return_attn_probs else results
 

@@ -16,10 +16,11 @@ from fa_autotune.varlen_plan import Gradients, VarlenTensors
 
 _library: Any = torch.library  # its functions lack types
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k"
-_CALL = "float? softmax_scale, int window_left, int window_right, float softcap, int backend"
-_EXTRAS = "Tensor? alibi_slopes=None, Tensor? sinks=None"
+_CALL = "float? softmax_scale, int window_left, int window_right, float softcap, int backend, float dropout_p"
+_EXTRAS = "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? dropout_seed=None"
+_NUM_EXTRAS = _EXTRAS.count(",") + 1
 _NUM_CALL = _CALL.count(",") + 1
-_NUM_INPUTS = 5 + _NUM_CALL + 2
+_NUM_INPUTS = 5 + _NUM_CALL + _NUM_EXTRAS
 LIBRARY.define(
     f"varlen_forward({_TENSORS}, {_CALL}, {_EXTRAS}) -> (Tensor out, Tensor lse)", tags=torch.Tag.pt2_compliant_tag
 )
@@ -32,9 +33,7 @@ LIBRARY.define(
 
 def _split(arguments: tuple[Any, ...]) -> tuple[VarlenTensors, tuple[Any, ...]]:
     """An operator's tensors, and what its call says."""
-    slopes, sinks = (*arguments[5 + _NUM_CALL :], None, None)[:2]
-    q, k, v, cu_seqlens_q, cu_seqlens_k = arguments[:5]
-    return VarlenTensors(q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, sinks), arguments[5 : 5 + _NUM_CALL]
+    return VarlenTensors(*arguments[:5], *arguments[5 + _NUM_CALL :]), arguments[5 : 5 + _NUM_CALL]
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -58,8 +57,8 @@ for _backend in ("CPU", "CUDA"):
 
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    tensors, _ = _split(arguments)
-    check_varlen(tensors)
+    tensors, call = _split(arguments)
+    check_varlen(tensors, call[-1])
     q, v = tensors.q, tensors.v
     out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
     return out, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
@@ -120,7 +119,7 @@ def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tupl
     *tensors, out, lse = ctx.saved_tensors
     needed = needed_of(ctx.needs_input_grad, 5 + _NUM_CALL)[:4]  # there is no mask
     dq, dk, dv, d_sinks = varlen_gradients_op(VarlenTensors(*tensors), ctx.call, out, lse, d_out, d_lse, needed)
-    return dq, dk, dv, *(None,) * (_NUM_INPUTS - 4), d_sinks
+    return dq, dk, dv, *(None,) * (_NUM_CALL + 3), d_sinks, None
 
 
 def _refuse_to_differentiate_twice(ctx: Any, *gradients: Tensor) -> None:

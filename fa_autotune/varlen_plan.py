@@ -7,20 +7,23 @@ number of sequences, which come with each launch.
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fa_autotune.bound_launch import Counts, bind_varlen
+from fa_autotune.dispatch import BackwardWay
 from fa_autotune.errors import InvalidProblemError
 from fa_autotune.estimates import WIDEST_PIECE
 from fa_autotune.family import Access, AttentionFamily, Pass
 from fa_autotune.features import Features, sink_gradient
 from fa_autotune.kernel_plan import gradient_refusal
-from fa_autotune.live_kernels import INTERPRETER_INDEX, kernel_for
+from fa_autotune.live_kernels import INTERPRETER_INDEX, dispatcher_of, kernel_for
 from fa_autotune.problem import AttentionProblem, varlen_shape
 from fa_autotune.tensors import DTYPES, OPEN, TF32, access_of, allocator
+from fa_autotune.varlen_backward import PackedBackward, delta_of
 
 MAX_REMEMBERED_BACKWARDS = 16  # of one kind of call: one for each way that its gradient lies in memory
 
@@ -35,13 +38,14 @@ _current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cud
 
 class VarlenArguments(NamedTuple):
     """What a call says beside its tensors: the arguments of the operators. A window's side is OPEN where no key is
-    hidden; `backend` as in `tensors`."""
+    hidden; `backend` as in `tensors`; dropout_p is 0 where nothing is dropped."""
 
     softmax_scale: float | None
     window_left: int
     window_right: int
     softcap: float
     backend: int
+    dropout_p: float
 
     @property
     def runs(self) -> int:
@@ -57,7 +61,7 @@ class VarlenArguments(NamedTuple):
 
 class VarlenTensors(NamedTuple):
     """A call's tensors: cu_seqlens are int32 (sequences + 1), slopes fp32 (sequences, num_q_heads), sinks fp32
-    (num_q_heads,)."""
+    (num_q_heads,), the seed what `dropout.draw_seed` gives."""
 
     q: Tensor
     k: Tensor
@@ -66,6 +70,7 @@ class VarlenTensors(NamedTuple):
     cu_seqlens_k: Tensor
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
+    dropout_seed: Tensor | None = None
 
     @property
     def counts(self) -> Counts:
@@ -98,7 +103,7 @@ class VarlenPlan:
         left_diagonal, self._diagonal = arguments.diagonals
         has_tf32 = q.dtype is torch.float32 and max(q.shape[2], v.shape[2]) <= WIDEST_PIECE
         # No tensor of a call is kept.
-        self._features = Features(left_diagonal=left_diagonal, softcap=arguments.softcap)
+        self._features = Features(left_diagonal=left_diagonal, softcap=arguments.softcap, dropout_p=arguments.dropout_p)
         self._problem = AttentionProblem(
             family=AttentionFamily(
                 dtype=DTYPES[q.dtype],
@@ -109,6 +114,7 @@ class VarlenPlan:
                 softcap=arguments.softcap != 0.0,
                 alibi=tensors.alibi_slopes is not None,
                 sinks=tensors.sinks is not None,
+                dropout=tensors.dropout_seed is not None,
                 tf32=has_tf32 and arguments.backend & TF32 != 0,
                 varlen=True,
                 access=access_of(*map(rows_last, (q, k, v))),
@@ -120,7 +126,7 @@ class VarlenPlan:
                 window=(max(0, arguments.window_left), max(0, arguments.window_right)),
             ),
         )
-        self._backwards: dict[tuple[Any, ...], tuple[_Backward, bool]] = {}
+        self._backwards: dict[tuple[Any, ...], tuple[_Backward | PackedBackward, bool]] = {}
         out, lse = self._sketches(tensors.counts)
         self._launch = self._bound(Pass.FWD, self._problem.family.access, tensors, q, k, v, out, lse)
         self.gradient_refusal = gradient_refusal(self._problem, self._index)
@@ -130,15 +136,15 @@ class VarlenPlan:
         if self._is_elsewhere():
             with torch.cuda.device(self._index):
                 return self.forward(tensors)
-        q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, sinks = tensors
+        q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, sinks, seed = tensors
         counts = tensors.counts
         total, heads = counts.total_q, self._heads
         out = self._allocate(*dense_rows(total, heads, self._columns), self._dtype)
         lse = self._allocate((heads, total), (total, 1), torch.float32)
-        if slopes is sinks is None:
+        if slopes is sinks is seed is None:
             self._launch(counts, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
         else:
-            more = (tensor for tensor in (slopes, sinks) if tensor is not None)
+            more = (tensor for tensor in (slopes, sinks, seed) if tensor is not None)
             self._launch(counts, q, k, v, out, lse, *more, cu_seqlens_q, cu_seqlens_k)
         return out, lse
 
@@ -160,7 +166,7 @@ class VarlenPlan:
             with torch.cuda.device(self._index):
                 return self.backward(tensors, out, lse, d_out, d_lse, needed, into)
         self._check_saved(tensors, out, lse)
-        q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, sinks = tensors
+        q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, sinks, seed = tensors
         if not lse.is_contiguous() or lse.data_ptr() & 15:
             lse = lse.clone(memory_format=torch.contiguous_format)
         if d_out is None:
@@ -174,19 +180,25 @@ class VarlenPlan:
         if dk is None and (needed[1] or needed[2]):
             dk = self._allocate(*dense_rows(*k.shape), self._dtype)
             dv = self._allocate(*dense_rows(*v.shape), self._dtype)
-        counts = tensors.counts
-        delta = self._allocate((self._heads, counts.total_q), (counts.total_q, 1), torch.float32)
-        run.delta(counts, out, d_out, delta)
-        if d_lse is not None:
-            delta.sub_(d_lse)
-        more = (cu_seqlens_q, cu_seqlens_k) if slopes is None else (slopes, cu_seqlens_q, cu_seqlens_k)
-        if run.dkdv is not None:
-            run.dkdv(counts, q, k, v, d_out, lse, delta, dk, dv, *more)
-        if run.dq is not None:
-            run.dq(counts, q, k, v, d_out, lse, delta, dq, *more)
-        d_sinks = None
-        if sinks is not None and needed[3]:
-            d_sinks = sink_gradient(sinks, lse, delta)
+        counts, wants_sinks = tensors.counts, sinks is not None and needed[3]
+        lengths = cu_seqlens_q, cu_seqlens_k
+        if isinstance(run, PackedBackward):
+            assert dq is not None
+            assert dk is not None
+            assert dv is not None
+            statistics = run(counts, q, k, v, *lengths, out, lse, d_out, d_lse, dq, dk, dv)
+            delta = delta_of(statistics, cu_seqlens_q, counts.total_q) if wants_sinks else lse
+        else:
+            delta = self._allocate((self._heads, counts.total_q), (counts.total_q, 1), torch.float32)
+            run.delta(counts, out, d_out, delta)
+            if d_lse is not None:
+                delta.sub_(d_lse)
+            more = tuple(tensor for tensor in (slopes, seed, *lengths) if tensor is not None)
+            if run.dkdv is not None:
+                run.dkdv(counts, q, k, v, d_out, lse, delta, dk, dv, *more)
+            if run.dq is not None:
+                run.dq(counts, q, k, v, d_out, lse, delta, dq, *more)
+        d_sinks = sink_gradient(sinks, lse, delta) if sinks is not None and wants_sinks else None
         return dq, dk if needed[1] else None, dv if needed[2] else None, d_sinks
 
     def _is_elsewhere(self) -> bool:
@@ -198,23 +210,29 @@ class VarlenPlan:
         return out, torch.empty(self._heads, counts.total_q, device="meta")
 
     def _bound(self, kernel_pass: Pass, access: Access, call: VarlenTensors, *tensors: Tensor) -> Callable[..., None]:
-        """The kernel that dispatch chooses for a pass, bound to tensors; those of two dimensions are statistics."""
+        """`_bound_to` tensors of a call; those of two dimensions are statistics."""
+        views = (rows_last(tensor) if tensor.ndim == 3 else tensor.unsqueeze(0) for tensor in tensors)
+        return self._bound_to(call, kernel_pass, access, *views)
+
+    def _bound_to(self, call: VarlenTensors, kernel_pass: Pass, access: Access, *views: Tensor) -> Callable[..., None]:
+        """The kernel that dispatch chooses for a pass, bound to tensors as it takes them."""
         problem = self._problem.for_pass(kernel_pass)
         problem = replace(problem, family=replace(problem.family, access=access))
         numbers: tuple[float | int | None, ...] = ()
         more: tuple[Tensor, ...] = ()
         if kernel_pass is not Pass.BWD_DELTA:
-            numbers = (self._scale, self._diagonal, *self._features.numbers(problem.family))
+            if kernel_pass is not Pass.BWD_PREPROCESS:
+                numbers = (self._scale, self._diagonal, *self._features.numbers(problem.family))
             sinks = None if call.sinks is None else call.sinks.expand(2, self._heads)  # for any number of sequences
             features = replace(
                 self._features,
                 alibi_slopes=call.alibi_slopes,
                 sinks=sinks,
+                dropout_seed=call.dropout_seed,
                 cu_seqlens_q=call.cu_seqlens_q,
                 cu_seqlens_k=call.cu_seqlens_k,
             )
             more = features.tensors(problem.family)
-        views = (rows_last(tensor) if tensor.ndim == 3 else tensor.unsqueeze(0) for tensor in tensors)
         gpu = self._index if self._index >= 0 else None
         return bind_varlen(kernel_for(problem, self._index), (*views, *more), *numbers, gpu=gpu)
 
@@ -242,9 +260,9 @@ class VarlenPlan:
 
     def _backward_of(
         self, tensors: VarlenTensors, out: Tensor, d_out: Tensor, needed: Needed, into: Into | None
-    ) -> tuple["_Backward", bool]:
+    ) -> tuple["_Backward | PackedBackward", bool]:
         """The launches of a backward, and whether d_out is to be copied into dense memory first."""
-        q, k, v, *_, slopes, _ = tensors
+        q, k, v, *_, slopes, _, _ = tensors
         key = (
             q.stride(), k.stride(), v.stride(), out.stride(), d_out.stride(), needed,
             into and into[1].stride(),  # parts of one new tensor, so that one tells of all
@@ -262,7 +280,7 @@ class VarlenPlan:
 
     def _new_backward(
         self, tensors: VarlenTensors, out: Tensor, d_out: Tensor, needed: Needed, into: Into | None
-    ) -> tuple["_Backward", bool]:
+    ) -> tuple["_Backward | PackedBackward", bool]:
         q, k, v = tensors[:3]
         copies = _WEAKNESS[access_of(rows_last(d_out))] > _WEAKNESS[access_of(*map(rows_last, (q, k, v)))]
         _, statistic = self._sketches(tensors.counts)
@@ -275,11 +293,29 @@ class VarlenPlan:
         )
         access, inputs = access_of(*map(rows_last, (q, k, v, d_out))), (q, k, v, d_out, statistic, statistic.clone())
         of_rows = access_of(rows_last(out), rows_last(d_out))
+        if dq is not None and dk is not None and dv is not None and self._is_fused(access, dk, dv):
+            views = [rows_last(tensor) for tensor in (q, k, v, out, d_out, dq, dk, dv)]
+            return self._packed(tensors, statistic.unsqueeze(0), *views), copies
         return _Backward(
             delta=self._bound(Pass.BWD_DELTA, of_rows, tensors, out, d_out, statistic),
             dkdv=None if dk is None or dv is None else self._bound(Pass.BWD_DKDV, access, tensors, *inputs, dk, dv),
             dq=None if dq is None else self._bound(Pass.BWD_DQ, access, tensors, *inputs, dq),
         ), copies
+
+    def _is_fused(self, access: Access, dk: Tensor, dv: Tensor) -> bool:
+        """Whether the fused way computes a backward of all gradients, whose inputs are read so."""
+        if not access is access_of(rows_last(dk), rows_last(dv)) is Access.TMA:
+            return False
+        problem = replace(self._problem, family=replace(self._problem.family, access=access))
+        return dispatcher_of(self._index).backward_choice(problem).way is BackwardWay.FUSED
+
+    def _packed(
+        self, call: VarlenTensors, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor,
+        dq: Tensor, dk: Tensor, dv: Tensor,
+    ) -> PackedBackward:  # fmt: skip
+        family = self._problem.family
+        bind = partial(self._bound_to, call)
+        return PackedBackward(bind, family, self._allocate, call.counts, q, k, v, out, lse, d_out, dq, dk, dv)
 
 
 @dataclass(frozen=True, slots=True)

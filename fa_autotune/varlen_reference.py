@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_autotune.features import NO_FEATURES, Features, seen_keys
+from fa_autotune.features import NO_FEATURES, Features, seeing_rows, seen_keys
 from fa_autotune.reference import (
     attention_gradients,
     attention_reference,
@@ -58,6 +58,15 @@ class VarlenCall:
             first, end = seen_keys(*lengths, call["diagonal"], call["features"].left_diagonal)
             unseen[keys][first:end] = False
         return unseen
+
+    def blind_rows(self) -> Tensor:
+        """(total_q,) mask of the rows that see no key, those of no sequence among them."""
+        blind = torch.ones(self.sequences.total_q, dtype=torch.bool)
+        for rows, keys, call in self.parts():
+            lengths = rows.stop - rows.start, keys.stop - keys.start
+            first, end = seeing_rows(*lengths, call["diagonal"], call["features"].left_diagonal)
+            blind[rows][first:end] = keys.stop == keys.start
+        return blind
 
 
 def sequences_of(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, total_k: int) -> Sequences:

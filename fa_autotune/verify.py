@@ -35,6 +35,8 @@ from fa_autotune.expectations import (
 )
 from fa_autotune.family import KEYLESS_PASSES, AttentionFamily, DType, Pass
 from fa_autotune.features import Features, seeing_rows, seen_keys
+from fa_autotune.fused_workspace import turns_size
+from fa_autotune.packed_rows import packed_statistics_of
 from fa_autotune.probes import Probe
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.records import AccuracyReport
@@ -52,8 +54,6 @@ from fa_autotune.workload import (
     Output,
     Workload,
     bottom_right_diagonal,
-    dq_of_acc,
-    lse_and_delta_of,
     seeded_features,
     seeded_workload,
     statistics_of,
@@ -194,9 +194,8 @@ def _results(workload: Workload, outputs: Sequence[Tensor]) -> list[Tensor]:
     if workload.family.kernel_pass is not Pass.BWD_FUSED:
         return list(outputs)
     dk, dv, dq_acc = outputs
-    dq = dq_of_acc(workload.family, workload.shape, dq_acc) * workload.softmax_scale
-    first, end = _seeing_rows(workload)
-    dq[:, :, :first] = dq[:, :, end:] = 0.0  # rows that see no key may lie in a tile that nobody writes
+    dq = workload.dq_of(dq_acc) * workload.softmax_scale
+    dq[:, :, _blind_rows(workload)] = 0.0  # rows that see no key may lie in a tile that nobody writes
     return [dk, dv, dq.to(dk.dtype)]
 
 
@@ -242,8 +241,11 @@ def _spoil_unused(workload: Workload) -> None:
     assert workload.sequences is not None
     unused = slice(sum(workload.sequences.lengths_q), None)
     unseen = workload.varlen_call.unseen_keys().to(workload.inputs[0].device)
+    kernel_pass = workload.family.kernel_pass
     for place, tensor in enumerate(workload.inputs):
-        if place in (1, 2):  # k and v
+        if kernel_pass is Pass.BWD_POSTPROCESS or (kernel_pass is Pass.BWD_FUSED and place > 3):
+            continue  # what lies in blocks
+        if place in (1, 2) and kernel_pass is not Pass.BWD_PREPROCESS:  # k and v
             tensor[:, :, unseen] = float("nan")
         elif place != 4:  # lse is −inf there
             tensor[:, :, unused] = float("nan")
@@ -254,7 +256,7 @@ def _expectations(
 ) -> list[Expectation]:
     """What is expected of each output, for inputs that may be stretches that start at a row or key."""
     family = workload.family
-    if workload.sequences is not None:
+    if workload.sequences is not None and family.kernel_pass in (Pass.FWD, Pass.BWD_DKDV, Pass.BWD_DQ):
         return _varlen_expectations(workload)
     call: dict[str, Any] = {
         "softmax_scale": workload.softmax_scale,
@@ -269,19 +271,12 @@ def _expectations(
         out, d_out, lse = inputs
         products = out.to(torch.float64) * d_out.to(torch.float64)
         ref, magnitude = (
-            statistics_of(workload.shape, lse, delta.to(torch.float32))
-            for delta in (products.sum(-1), products.abs().sum(-1))
+            _statistics(workload, lse, delta.to(torch.float32)) for delta in (products.sum(-1), products.abs().sum(-1))
         )
         finite = magnitude.abs().nan_to_num(posinf=1.0)
         return [ExpectedStatistics(ref=ref, magnitude=finite), ExpectedZeros(name="turns")]
     if family.kernel_pass is Pass.BWD_POSTPROCESS:
-        ref = dq_of_acc(family, workload.shape, inputs[0]) * workload.softmax_scale
-        first, end = _seeing_rows(workload)
-        empty = torch.zeros(ref.shape[:3], dtype=torch.bool, device=ref.device)
-        empty[:, :, :first] = empty[:, :, end:] = True
-        ref = torch.where(empty[..., None], 0.0, ref)
-        pt = ref.to(TORCH_DTYPES[family.dtype])
-        return [ExpectedNumbers(name="dq", ref=ref, pt=pt, zero=empty, why="rows that see no key")]
+        return [_expected_dq(workload, inputs[0])]
     if family.kernel_pass is Pass.BWD_FUSED:
         return [one for part, _ in _parts(workload) for one in _expectations(part, part.inputs)]
     if family.kernel_pass is Pass.FWD:
@@ -303,16 +298,33 @@ def _expectations(
     factor = _gradient_factor(workload)
     if family.kernel_pass is Pass.BWD_DQ:
         empty, why = inputs[4] == float("-inf"), "rows that see no key"
-        numbers = (0, 3) if family.mask_gradient else (0,)
-        return [
-            ExpectedNumbers(name=name, ref=refs[i], pt=pts[i], zero=empty, why=why, factor=factor)
-            for i, name in zip(numbers, ("dq", "d_mask"), strict=False)
-        ]
+        shared: dict[str, Any] = {"zero": empty, "why": why, "factor": factor}
+        found: list[Expectation] = [ExpectedNumbers(name="dq", ref=refs[0], pt=pts[0], **shared)]
+        if family.mask_gradient:
+            found.append(ExpectedNumbers(name="d_mask", ref=refs[3], pt=pts[3], terms=family.head_dim_v, **shared))
+        return found
     unseen, why = _unseen_keys(workload, inputs[1], first_key), "keys that no row sees"
     return [
         ExpectedNumbers(name=name, ref=refs[i], pt=pts[i], zero=unseen, why=why, factor=factor)
         for i, name in ((1, "dk"), (2, "dv"))
     ]
+
+
+def _statistics(workload: Workload, lse: Tensor, delta: Tensor) -> Tensor:
+    """What the preprocessing gives for lse and delta."""
+    starts = workload.features.cu_seqlens_q
+    if workload.sequences is None or starts is None:
+        return statistics_of(workload.shape, lse, delta)
+    return packed_statistics_of(starts, lse, delta)
+
+
+def _expected_dq(workload: Workload, dq_acc: Tensor) -> ExpectedNumbers:
+    """What is expected of the postprocessing."""
+    ref = workload.dq_of(dq_acc) * workload.softmax_scale
+    empty = _blind_rows(workload).expand(ref.shape[:3])
+    ref = torch.where(empty[..., None], 0.0, ref)
+    pt = ref.to(TORCH_DTYPES[workload.family.dtype])
+    return ExpectedNumbers(name="dq", ref=ref, pt=pt, zero=empty, why="rows that see no key")
 
 
 def _varlen_expectations(workload: Workload) -> list[Expectation]:
@@ -370,10 +382,16 @@ def _as_batch(workload: Workload, results: Sequence[Tensor]) -> tuple[Workload, 
     def batched(tensor: Tensor) -> Tensor:
         return tensor[0].reshape(tensor.shape[1], shape.batch_size, -1, *tensor.shape[3:]).transpose(0, 1)
 
+    inputs = workload.inputs
+    if workload.family.kernel_pass is Pass.BWD_FUSED:
+        statistics = statistics_of(shape, *map(batched, workload.lse_and_delta))
+        inputs = (*map(batched, inputs[:4]), statistics, torch.zeros(turns_size(shape), dtype=torch.int32))
+    else:
+        inputs = tuple(map(batched, inputs))
     batch = replace(
         workload,
         family=replace(workload.family, varlen=False),
-        inputs=tuple(map(batched, workload.inputs)),
+        inputs=inputs,
         diagonal=None if workload.diagonal is None else workload.diagonal + offset,
         features=replace(features, left_diagonal=None if left is None else left + offset, key_offset=offset),
         sequences=None,
@@ -394,8 +412,7 @@ def _parts(workload: Workload) -> list[tuple[Workload, tuple[int, ...]]]:
     family = workload.family
     if family.kernel_pass is not Pass.BWD_FUSED:
         return [(workload, tuple(range(len(workload.outputs))))]
-    *inputs, statistics, _ = workload.inputs
-    inputs += lse_and_delta_of(workload.shape, statistics)
+    inputs = [*workload.inputs[:4], *workload.lse_and_delta]
     return [
         (
             replace(workload, family=replace(family, kernel_pass=kernel_pass, unordered=False), inputs=tuple(inputs)),
@@ -418,10 +435,14 @@ def _seen_keys(workload: Workload) -> tuple[int, int]:
     return seen_keys(shape.seqlen_q, shape.seqlen_k, workload.diagonal, workload.features.left_diagonal)
 
 
-def _seeing_rows(workload: Workload) -> tuple[int, int]:
-    """The query rows that see some key."""
-    shape = workload.shape
-    return seeing_rows(shape.seqlen_q, shape.seqlen_k, workload.diagonal, workload.features.left_diagonal)
+def _blind_rows(workload: Workload) -> Tensor:
+    """(seqlen_q,) mask, or (total_q,), of the query rows that see no key."""
+    device, shape = workload.inputs[0].device, workload.shape
+    if workload.sequences is not None:
+        return workload.varlen_call.blind_rows().to(device)
+    first, end = seeing_rows(shape.seqlen_q, shape.seqlen_k, workload.diagonal, workload.features.left_diagonal)
+    rows = torch.arange(shape.seqlen_q, device=device)
+    return (rows < first) | (rows >= end)
 
 
 def _expected_stretch(workload: Workload, batch: int, head: int, start: int, stop: int) -> list[Expectation]:

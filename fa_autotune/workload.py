@@ -1,6 +1,5 @@
 """One call of a kernel, for checks and timings: its inputs, the outputs that it writes, and its scalars."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,13 +10,22 @@ from torch import Tensor
 from fa_autotune.dropout import head_numbers
 from fa_autotune.family import KEYLESS_PASSES, AttentionFamily, Pass
 from fa_autotune.features import NO_FEATURES, Features, seeing_rows
-from fa_autotune.fused_workspace import DQ_LANES, dq_acc_size, fused_tile, statistics_size, turns_size
+from fa_autotune.fused_workspace import (
+    DQ_LANES,
+    dq_acc_size,
+    fused_tile,
+    packed_dq_acc_size,
+    packed_statistics_size,
+    packed_turns_size,
+    row_blocks,
+    statistics_size,
+    turns_size,
+)
+from fa_autotune.packed_rows import LOG2_E, packed_lse_and_delta, packed_statistics_of, padded_places
 from fa_autotune.problem import AttentionProblem, AttentionShape
 from fa_autotune.reference import TORCH_DTYPES, backward_statistics, seeded_inputs, seeded_output
 from fa_autotune.sequences import Sequences
 from fa_autotune.varlen_reference import VarlenCall, varlen_statistics
-
-LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +104,21 @@ class Workload:
             case Pass.BWD_DQ | Pass.BWD_POSTPROCESS:
                 return (dq,)
             case Pass.BWD_PREPROCESS:
-                statistics = Output(name="statistics", size=statistics_size(shape), dtype=torch.float32)
-                return statistics, Output(name="turns", size=turns_size(shape), dtype=torch.int32)
+                sizes: tuple[tuple[int, ...], ...] = (statistics_size(shape), turns_size(shape))
+                if self.sequences is not None:
+                    sizes = tuple(size(*self._packed) for size in (packed_statistics_size, packed_turns_size))
+                statistics = Output(name="statistics", size=sizes[0], dtype=torch.float32)
+                return statistics, Output(name="turns", size=sizes[1], dtype=torch.int32)
             case Pass.BWD_FUSED:
-                size = dq_acc_size(family, shape)
+                packed = self.sequences is not None
+                size = packed_dq_acc_size(family, *self._packed) if packed else dq_acc_size(family, shape)
                 return dk, dv, Output(name="dq_acc", size=size, dtype=torch.float32, adds_up=family.unordered)
+
+    @property
+    def _packed(self) -> tuple[int, int, int]:
+        """What the sizes of a workspace of sequences in a row depend on."""
+        assert self.sequences is not None
+        return self.shape.num_q_heads, len(self.sequences.lengths_q), self.sequences.total_q
 
     def allocate(self) -> tuple[Tensor, ...]:
         """Outputs with whatever memory holds; 0 where the kernel adds to it."""
@@ -113,6 +131,31 @@ class Workload:
         )
 
     @property
+    def padded_rows(self) -> Tensor:
+        """Where the rows of sequences in a row lie among those of whole tiles of dq."""
+        assert self.sequences is not None
+        assert self.features.cu_seqlens_q is not None
+        block_m = fused_tile(self.family).block_m
+        return padded_places(self.features.cu_seqlens_q, self.sequences.total_q, block_m)
+
+    @property
+    def lse_and_delta(self) -> tuple[Tensor, Tensor]:
+        """What the statistics of a fused backward were made of, (batch, q heads, seqlen_q) or (1, q heads, total_q)."""
+        statistics = self.inputs[4]
+        if self.sequences is None:
+            return lse_and_delta_of(self.shape, statistics)
+        assert self.features.cu_seqlens_q is not None
+        return packed_lse_and_delta(self.features.cu_seqlens_q, statistics, self.sequences.total_q)
+
+    def dq_of(self, dq_acc: Tensor) -> Tensor:
+        """dq / softmax_scale, fp32, as the call's q lies; any numbers in rows that see no key."""
+        if self.sequences is None:
+            return dq_of_acc(self.family, self.shape, dq_acc)
+        tiles = tiles_of_acc(self.family, dq_acc)
+        by_head = tiles.reshape(1, self.shape.num_q_heads, -1, tiles.shape[-1])
+        return by_head[:, :, self.padded_rows, : self.family.head_dim]
+
+    @property
     def turns(self) -> Tensor | None:
         """What a fused backward counts in and must leave at 0; None for other passes."""
         return self.inputs[5] if self.family.kernel_pass is Pass.BWD_FUSED else None
@@ -120,7 +163,7 @@ class Workload:
     def arguments(self, outputs: Sequence[Tensor]) -> tuple[Any, ...]:
         """What the kernel is called with."""
         if self.family.kernel_pass in KEYLESS_PASSES:
-            return (*self.inputs, *outputs)
+            return (*self.inputs, *outputs, *self.features.tensors(self.family))
         tensors, numbers = self.features.tensors(self.family), self.features.numbers(self.family)
         return (*self.inputs, *outputs, *tensors, self.softmax_scale, self.diagonal, *numbers)
 
@@ -275,9 +318,30 @@ def _seeded_in_a_row(
     )
     if family.kernel_pass is Pass.FWD:
         return workload
+    if family.kernel_pass is Pass.BWD_POSTPROCESS:
+        return replace(workload, inputs=(_packed_dq_acc(workload, seed, scale),))
     do = seeded_output(family, rows, device=device, seed=seed + 2**20, scale=shape.seqlen_k**0.5)
-    statistics = varlen_statistics(q, k, v, do, workload.varlen_call)
-    return replace(workload, inputs=(q, k, v, do, *statistics))
+    if family.kernel_pass is Pass.BWD_PREPROCESS:
+        out = seeded_output(family, rows, device=device, seed=seed, scale=scale)
+        return replace(workload, inputs=(out, do, _seeded_lse(rows, device, seed)))
+    lse, delta = varlen_statistics(q, k, v, do, workload.varlen_call)
+    if family.kernel_pass is not Pass.BWD_FUSED:
+        return replace(workload, inputs=(q, k, v, do, lse, delta))
+    turns = torch.zeros(packed_turns_size(*workload._packed), dtype=torch.int32, device=device)
+    statistics = packed_statistics_of(cu_seqlens_q, lse, delta)
+    return replace(workload, inputs=(q, k, v, do, statistics, turns))
+
+
+def _packed_dq_acc(workload: Workload, seed: int, scale: float) -> Tensor:
+    """`_seeded_dq_acc` of sequences in a row."""
+    family, device = workload.family, workload.inputs[0].device
+    tile, (heads, num_sequences, total_q) = fused_tile(family), workload._packed
+    generator = torch.Generator(device=device).manual_seed(seed)
+    size = (1, heads, row_blocks(total_q, num_sequences, tile.block_m) * tile.block_m, tile.columns)
+    dq = torch.randn(size, generator=generator, device=device) * scale
+    blind = workload.varlen_call.blind_rows().to(device)
+    dq[:, :, workload.padded_rows[blind]] = float("nan")
+    return acc_of_dq(family, dq)
 
 
 def _seeded_lse(shape: AttentionShape, device: torch.device, seed: int) -> Tensor:
@@ -331,11 +395,16 @@ def lse_and_delta_of(shape: AttentionShape, statistics: Tensor) -> tuple[Tensor,
 
 def dq_of_acc(family: AttentionFamily, shape: AttentionShape, dq_acc: Tensor) -> Tensor:
     """dq / softmax_scale, fp32 (batch, q heads, seqlen_q, head_dim), from the order of the accumulators."""
+    tiles = tiles_of_acc(family, dq_acc).reshape(shape.batch_size, shape.num_q_heads, -1, fused_tile(family).columns)
+    return tiles[:, :, : shape.seqlen_q, : family.head_dim]
+
+
+def tiles_of_acc(family: AttentionFamily, dq_acc: Tensor) -> Tensor:
+    """The rows of dq_acc's tiles, (tiles · block_m, columns), from the order of the accumulators."""
     tile = fused_tile(family)
     by_register = dq_acc.view(-1, *tile.register_axes)
     rows_first = by_register.permute(0, *(axis + 1 for axis in tile.register_order))
-    tiles = rows_first.reshape(shape.batch_size, shape.num_q_heads, -1, tile.columns)
-    return tiles[:, :, : shape.seqlen_q, : family.head_dim]
+    return rows_first.reshape(-1, tile.columns)
 
 
 def acc_of_dq(family: AttentionFamily, dq: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from fa_autotune.dropout import STEPS, kept_of
 
 NAN = float("nan")
 WRONG_NUMBER = -(2**30)  # what integers in memory hold before something is stored
+WRONG_PAIR = 0x4D4D  # of bools: both true
 PATIENCE_S = 60.0  # for a partition that neither ends nor waits
 ARRIVAL_RATE = 0.4  # how often a load that is on its way arrives before a partition goes on
 THREADS_PER_WARPGROUP = 128
@@ -51,6 +52,7 @@ class Agent:
     done: bool = False
     products: list["Product"] = field(default_factory=list)
     copies: list["Copy"] = field(default_factory=list)
+    own_copies: list[Callable[[], Any]] = field(default_factory=list)  # to shared memory, each a group of its own
     last_turn: tuple[int, int] | None = None  # which counter it read last, and what that held
 
 
@@ -233,13 +235,27 @@ class Pointer:
     def __add__(self, offset: int | Tensor) -> "Pointer":
         return Pointer(self.values, self.place + offset)
 
+    def to(self, dtype: torch.dtype, bitcast: bool) -> "Pointer":
+        """To numbers of another type, that are as wide or wider."""
+        assert bitcast
+        ratio = dtype.itemsize // self.values.element_size()
+        assert isinstance(self.place, Tensor)
+        assert not (self.place % ratio).any()
+        return Pointer(self.values.view(dtype), self.place // ratio)
+
+    def __getitem__(self, axes: Any) -> "Pointer":
+        assert isinstance(self.place, Tensor)
+        return Pointer(self.values, self.place[axes])
+
     def load(self, mask: Tensor | None, other: int) -> Any:
         if not isinstance(self.place, Tensor):
             found = self.values[self.place]
             return found if found.is_floating_point() else Number(found)
         if mask is None:
+            assert int(self.place.min()) >= 0, "a load before its tensor"
             return self.values[self.place]
-        assert int(self.place[mask].max()) < self.values.numel()
+        mask = mask.broadcast_to(self.place.shape)
+        assert not mask.any() or int(self.place[mask].max()) < self.values.numel(), "a load past its tensor"
         return torch.where(mask, self.values[torch.where(mask, self.place, 0)], other)
 
     def store(self, value: Any, mask: Tensor | None = None) -> None:
@@ -293,7 +309,8 @@ def _rows_of_sequence(desc: Any, start: Sequence[int]) -> tuple[Tensor, tuple[sl
     if first < 0 and low < high:
         raise EmulatorError("a block starts before its tensor")
     width = min(desc.block_shape[4], desc.shape[4] - column)
-    whole = torch.as_strided(desc.base, (desc.base.shape[1], desc.base.shape[2], desc.shape[4]), desc.strides[2:])
+    total = desc.base.shape[0 if desc.base.ndim == 3 else 2]  # a call's own tensors are (total, heads, columns)
+    whole = torch.as_strided(desc.base, (desc.shape[2], total, desc.shape[4]), desc.strides[2:])
     rows = whole[head, low:high, column : column + width][None, None, None]
     one = slice(0, 1)
     return rows, (one, one, one, slice(low - first, high - first), slice(0, width))
@@ -303,9 +320,18 @@ def _window(desc: Any, start: Sequence[int]) -> tuple[Tensor, tuple[slice, ...]]
     """The part of a descriptor's tensor that a block at `start` covers, and which part of the block that is."""
     if len(desc.shape) == 5:
         return _rows_of_sequence(desc, start)
-    whole = torch.as_strided(desc.base, desc.shape, desc.strides)
+    # One that has no end takes all that there is: what a block covers beyond it would be an error.
+    shape = [
+        desc.base.numel() // stride if length > FAR else length
+        for length, stride in zip(desc.shape, desc.strides, strict=True)
+    ]
+    whole = torch.as_strided(desc.base, shape, desc.strides)
     inside, covered = [], []
-    for first, size, length in zip(start, desc.block_shape, desc.shape, strict=True):
+    for first, size, length, has_end in zip(
+        start, desc.block_shape, shape, (length <= FAR for length in desc.shape), strict=True
+    ):
+        if not has_end and not 0 <= first <= length - size:
+            raise EmulatorError("a block lies outside of a workspace")
         low, high = min(max(first, 0), length), min(max(first + size, 0), length)
         inside.append(slice(low, high))
         covered.append(slice(low - first, high - first))
@@ -322,8 +348,14 @@ class Emulator:
     def __call__(self, q: Tensor, k: Tensor, *others: Any) -> None:
         scratch = torch.zeros(getattr(self.module, "SCRATCH_INTS", 0), dtype=torch.int32)
         given = (q, k, *others, scratch) if scratch.numel() else (q, k, *others)
-        arguments = [_pointer(one) if isinstance(one, Tensor) else one for one in self.module.arguments(*given)]
-        programs = self._programs(q, k, arguments, is_counted=bool(scratch.numel()))
+        arguments = self.module.arguments(*given)
+        self.launch(self._programs(q, k, arguments, is_counted=bool(scratch.numel())), arguments)
+        if scratch.any():
+            raise EmulatorError("the tile counter was left at another value than 0")
+
+    def launch(self, programs: int, values: Sequence[Any]) -> None:
+        """Run so many programs on a kernel's arguments."""
+        arguments = [_pointer(one) if isinstance(one, Tensor) else one for one in values]
         machine = Machine(self.seed, self.num_sms)
         names = _names(self.module, machine)
         names["gl"].num_programs = lambda _axis: programs
@@ -335,12 +367,11 @@ class Emulator:
                 return [Agent(program, "the program", partial(kernel, *arguments))]
             partitions: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
             names["gl"].warp_specialize = lambda parts, _warps, _registers: partitions.extend(parts)
+            _running.agent = Agent(program, "all warps", lambda: None)  # what the kernel finds for its partitions
             kernel(*arguments)
             return [Agent(program, work.__name__, partial(work, *given)) for work, given in partitions]
 
         machine.run(start, programs)
-        if scratch.any():
-            raise EmulatorError("the tile counter was left at another value than 0")
 
     def _programs(self, q: Tensor, k: Tensor, arguments: Sequence[Any], *, is_counted: bool) -> int:
         owner = q if self.is_forward else k
@@ -362,6 +393,7 @@ def _names(module: ModuleType, machine: Machine) -> dict[str, Any]:
         gl=_language(),
         mbarrier=_mbarrier(machine),
         tma=_tma(machine),
+        async_copy=_async_copy(machine),
         fence_async_shared=lambda: None,
         partition_barrier=lambda: None,
         warpgroup_mma=_product,
@@ -380,6 +412,12 @@ def _names(module: ModuleType, machine: Machine) -> dict[str, Any]:
         names.update(seed_of=_halves_of_seed, drop=_drop)
     if "tanh" in names:
         names["tanh"] = torch.tanh
+    if "where_shown" in names:
+        names["where_shown"] = _where_shown
+    if "in_float32" in names:
+        names["in_float32"] = lambda mask: mask.float()
+    if "kept_only" in names:
+        names.update(kept_only=_kept_only, uniform=lambda number: number)
     if "keep" in names:
         dtype = names["DTYPE"]
         names.update(keep=lambda p: p.to(dtype), operand=lambda p, _layout: p)
@@ -387,6 +425,18 @@ def _names(module: ModuleType, machine: Machine) -> dict[str, Any]:
             if name in names:
                 names[name] = partial(_scalars, names[name])
     return names
+
+
+def _where_shown(qk: Tensor, pairs: Tensor) -> Tensor:
+    """qk where the byte of a pair that belongs to a key, the upper one of odd keys, is not 0."""
+    is_odd = torch.arange(qk.shape[1]) % 2 == 1
+    return torch.where((torch.where(is_odd, pairs >> 8, pairs) & 0xFF) != 0, qk, -torch.inf)
+
+
+def _kept_only(p: Tensor, words: Tensor, threshold: int) -> Tensor:
+    """p where the half of a word that belongs to a key, the upper one of odd keys, is at least the threshold."""
+    is_odd = torch.arange(p.shape[1]) % 2 == 1
+    return torch.where((torch.where(is_odd, words >> 16, words) & 0xFFFF) >= threshold, p, 0.0)
 
 
 def _halves_of_seed(pointer: Pointer) -> tuple[int, int]:
@@ -465,10 +515,12 @@ def _language() -> SimpleNamespace:
     def allocate(dtype: torch.dtype, shape: Sequence[int], _layout: object) -> Memory | Barriers:
         if dtype is torch.int64:
             return Barriers(shape[0])
-        return Memory(torch.full(tuple(shape), NAN if dtype.is_floating_point else WRONG_NUMBER, dtype=dtype))
+        wrong = NAN if dtype.is_floating_point else WRONG_PAIR if dtype is torch.int16 else WRONG_NUMBER
+        return Memory(torch.full(tuple(shape), wrong, dtype=dtype))
 
     return SimpleNamespace(
         float32=torch.float32,
+        int16=torch.int16,
         int32=torch.int32,
         int64=torch.int64,
         minimum=elementwise(torch.minimum, min),
@@ -487,12 +539,14 @@ def _language() -> SimpleNamespace:
         full=lambda shape, value, dtype, _layout: torch.full(tuple(shape), value, dtype=dtype),
         zeros=lambda shape, dtype, _layout: torch.zeros(tuple(shape), dtype=dtype),
         arange=lambda low, high, layout: torch.arange(low, high),
+        join=lambda one, other: torch.stack((one, other), -1),
         reshape=lambda values, shape: values.reshape(tuple(shape)),
         permute=lambda values, order: values.permute(tuple(order)),
         convert_layout=lambda values, _layout, assert_trivial=False: values,
         SliceLayout=lambda _dim, _parent: None,
         DotOperandLayout=lambda _operand, _parent, _width: None,
         BlockedLayout=lambda *_shape: None,
+        pointer_type=lambda dtype: dtype,
         SwizzledSharedLayout=lambda *_shape: None,
         program_id=lambda _axis: _running.agent.program,
         allocate_shared_memory=allocate,
@@ -541,6 +595,23 @@ def _tma(machine: Machine) -> SimpleNamespace:
         async_copy_shared_to_global=lambda desc, start, source: _store(desc, start, source, adds=False),
         store_wait=_wait_for_copies,
     )
+
+
+def _async_copy(machine: Machine) -> SimpleNamespace:
+    """Copies by the threads of a partition, which are there once it has waited for them."""
+
+    def start(target: Memory, source: Pointer, mask: Tensor) -> None:
+        values = source.load(mask, 0)
+        target.values.fill_(NAN if values.is_floating_point() else WRONG_PAIR)
+        _running.agent.own_copies.append(partial(target.values.copy_, values))
+
+    def wait(left: int) -> None:
+        machine.wait(lambda: True, "nothing")
+        copies = _running.agent.own_copies
+        while len(copies) > left:
+            copies.pop(0)()
+
+    return SimpleNamespace(async_copy_global_to_shared=start, commit_group=lambda: None, wait_group=wait)
 
 
 def _store(desc: Any, start: Sequence[int], source: Memory, *, adds: bool) -> None:

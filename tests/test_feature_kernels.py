@@ -13,6 +13,7 @@ from fa_autotune.probes import probes
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.variants import variant_spec
 from fa_autotune.verify import verify
+from tests.combinations import one_in
 from tests.feature_families import FEATURES, TILED, make_family
 from tests.scalar_functions import on_python_numbers
 from tests.strategies import PLAIN_VARIANTS
@@ -28,15 +29,11 @@ SMALL = {"BLOCK_M": 32, "BLOCK_N": 16, "num_warps": 2, "num_stages": 1}
 SLOW = ("window loose bias alibi", "causal bias softcap dropout")
 
 
-def named(*slow: str) -> pytest.MarkDecorator:
-    names = [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in FEATURES]
-    return pytest.mark.parametrize("features", names)
+def named(*slow: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in FEATURES]
 
 
-every_feature, most_features = named(*SLOW), named(*SLOW, "dropout")
-every_kernel = pytest.mark.parametrize(
-    ("kernel_pass", "variant"), [(kernel_pass, variant) for kernel_pass in TILED for variant in PLAIN_VARIANTS]
-)
+EVERY_FEATURE, MOST_FEATURES = named(*SLOW), named(*SLOW, "dropout")
 
 
 def make_kernel(family: AttentionFamily, variant: Variant = Variant.PORTABLE, **knobs: Any) -> LoadedKernel:
@@ -51,49 +48,51 @@ def failures(family: AttentionFamily, variant: Variant = Variant.PORTABLE, **kno
     return verify(kernel, family, chosen, CPU).failures
 
 
-@every_feature
-@every_kernel
+@pytest.mark.parametrize(("kernel_pass", "variant", "features"), one_in(2, TILED, PLAIN_VARIANTS, EVERY_FEATURE))
 @pytest.mark.kernel
 def test_passes_every_probe(kernel_pass: Pass, variant: Variant, features: str) -> None:
     assert failures(make_family(kernel_pass, features), variant) == ()
 
 
-@most_features
-@every_kernel
+KNOBS: dict[str, dict[str, Any]] = {
+    "exact": {"EXACT_LENGTHS": True, "BLOCK_M": 16},
+    "pieces": {"BLOCK_M": 16, "BLOCK_N": 32, "HEAD_DIM_PIECE": 16},
+}
+
+
 @pytest.mark.parametrize(
-    "knobs",
-    [{"EXACT_LENGTHS": True, "BLOCK_M": 16}, {"BLOCK_M": 16, "BLOCK_N": 32, "HEAD_DIM_PIECE": 16}],
-    ids=["exact", "pieces"],
+    ("knobs", "kernel_pass", "variant", "features"), one_in(5, KNOBS, TILED, PLAIN_VARIANTS, MOST_FEATURES)
 )
-def test_every_structural_knob_keeps_the_result(
-    knobs: dict[str, Any], kernel_pass: Pass, variant: Variant, features: str
-) -> None:
-    assert failures(make_family(kernel_pass, features), variant, **knobs) == ()
+def test_every_structural_knob_keeps_the_result(knobs: str, kernel_pass: Pass, variant: Variant, features: str) -> None:
+    assert failures(make_family(kernel_pass, features), variant, **KNOBS[knobs]) == ()
 
 
-@most_features
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(("exact", "features"), one_in(2, [False, True], MOST_FEATURES))
 def test_dk_and_dv_of_different_programs_are_the_same(exact: bool, features: str) -> None:
     family = make_family(Pass.BWD_DKDV, features, head_dim=24, head_dim_v=40)
     assert failures(family, Variant.TMA, SPLIT_OUTPUTS=True, EXACT_LENGTHS=exact, HEAD_DIM_PIECE=16) == ()
 
 
-@most_features
-@pytest.mark.parametrize(
-    "knobs", [{"ROW_SUM_LANES": 8, "BLOCK_N": 32}, {"STORE_BY_TMA": False}], ids=["lanes", "store"]
-)
-def test_every_knob_of_the_forward_keeps_the_result(knobs: dict[str, Any], features: str) -> None:
-    assert failures(make_family(Pass.FWD, features), Variant.TMA, **knobs) == ()
+FORWARD_KNOBS: dict[str, dict[str, Any]] = {
+    "lanes": {"ROW_SUM_LANES": 8, "BLOCK_N": 32},
+    "store": {"STORE_BY_TMA": False},
+}
 
 
-@most_features
-@pytest.mark.parametrize("kernel_pass", TILED)
+@pytest.mark.parametrize(("knobs", "features"), one_in(2, FORWARD_KNOBS, MOST_FEATURES))
+def test_every_knob_of_the_forward_keeps_the_result(knobs: str, features: str) -> None:
+    assert failures(make_family(Pass.FWD, features), Variant.TMA, **FORWARD_KNOBS[knobs]) == ()
+
+
+every_third = pytest.mark.parametrize(("kernel_pass", "features"), one_in(3, TILED, MOST_FEATURES))
+
+
+@every_third
 def test_tensors_with_any_strides(kernel_pass: Pass, features: str) -> None:
     assert failures(make_family(kernel_pass, features, access=Access.ANY)) == ()
 
 
-@most_features
-@pytest.mark.parametrize("kernel_pass", TILED)
+@every_third
 @pytest.mark.kernel
 def test_fp32_is_computed_in_ieee_precision(kernel_pass: Pass, features: str) -> None:
     assert failures(make_family(kernel_pass, features, DType.FLOAT32, 64), HEAD_DIM_PIECE=32) == ()

@@ -119,6 +119,11 @@ def test_a_step_repeats_to_the_bit_on_a_side_stream_compiled_and_captured() -> N
     compiled = torch.compile(lambda q, k, v: attention(q, k, v, causal=True, **TF32), fullgraph=True)
     out = compiled(*static)
     assert all(map(torch.equal, (out, *torch.autograd.grad(out, static, d_out)), first))
+    static = requiring(*static)  # new leaves: autograd keeps the stream that it first saw of the old ones
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(static)
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step(static)

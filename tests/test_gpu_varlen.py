@@ -187,6 +187,39 @@ def test_a_captured_step_replays_with_other_lengths(name: str) -> None:
         assert all(map(torch.equal, captured, step(requiring(*static)))), lengths
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (300, 0)])
+def test_dropout_drops_what_a_batch_drops_also_when_captured(window: tuple[int, int], head_dim: int) -> None:
+    dense = [torch.randn(6, 701, heads, head_dim, dtype=torch.bfloat16, device="cuda") for heads in (6, 2, 2)]
+    starts, call = cu_seqlens([701] * 6), {"window_size": window, "dropout_p": 0.3}
+    d_out = torch.randn_like(dense[0])
+
+    def step(inputs: list[Tensor], attend: Any, *more: Tensor) -> list[Tensor]:
+        out = attend(*inputs, *more, **call)
+        return [out, *torch.autograd.grad(out, inputs, d_out.view(out.shape))]
+
+    torch.manual_seed(3)
+    expected = step(requiring(*dense), attention)
+    static = requiring(*(tensor.flatten(0, 1) for tensor in dense))
+    torch.manual_seed(3)
+    found = step(static, attention_varlen, starts, starts)
+    for one, other in zip(found, expected, strict=True):
+        scale = other.float().abs().max().item()
+        torch.testing.assert_close(one.view(other.shape), other, atol=0.02 * scale, rtol=0.02)
+    graph = torch.cuda.CUDAGraph()
+    static = requiring(*static)
+    with torch.cuda.graph(graph):
+        captured = step(static, attention_varlen, starts, starts)
+    outs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        graph.replay()
+        outs.append([one.clone() for one in captured])
+    assert all(map(torch.equal, *outs))
+    graph.replay()
+    assert not torch.equal(captured[0], outs[0][0])
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_nothing_waits_for_the_gpu() -> None:
     """Not the first call of a kind of kernel either: what a call needs lies on the device."""

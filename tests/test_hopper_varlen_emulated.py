@@ -30,6 +30,7 @@ KERNELS: list[tuple[Schedule, dict[str, KnobValue]]] = [
     [
         "",
         "causal,left=9,softcap,alibi,sinks",
+        "causal,dropout",
         *(pytest.param(words, marks=pytest.mark.slow) for words in ("causal", "left=9", "sinks")),
     ],
 )

@@ -17,6 +17,7 @@ from fa_autotune.problem import AttentionShape
 from fa_autotune.records import Candidate, Variant
 from fa_autotune.reference import attention_reference, seeded_inputs
 from fa_autotune.verify import verify
+from tests.combinations import one_in
 
 pytestmark = [
     pytest.mark.kernel,
@@ -87,19 +88,20 @@ def test_fp32_is_computed_in_ieee_precision(head_dim: int, causal: bool) -> None
     assert failures(family, Variant.PORTABLE, HEAD_DIM_PIECE=32) == ()
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("variant", PLAIN_VARIANTS)
+KNOBS: list[dict[str, object]] = [
+    {"EXACT_LENGTHS": True},
+    {"ROW_SUM_LANES": 8, "BLOCK_N": 32},
+    {"BLOCK_M": 16, "BLOCK_N": 64},
+    {"HEADS_PER_GROUP": 1},
+    {"HEADS_PER_GROUP": 4},
+    {"HEAD_DIM_PIECE": 16},
+]
+
+
 @pytest.mark.parametrize(
-    "knobs",
-    [
-        {"EXACT_LENGTHS": True},
-        {"ROW_SUM_LANES": 8, "BLOCK_N": 32},
-        {"BLOCK_M": 16, "BLOCK_N": 64},
-        {"HEADS_PER_GROUP": 1},
-        {"HEADS_PER_GROUP": 4},
-        {"HEAD_DIM_PIECE": 16},
-    ],
-    ids=lambda knobs: "-".join(f"{name}={value}" for name, value in knobs.items()),
+    ("causal", "variant", "knobs"),
+    one_in(2, [False, True], PLAIN_VARIANTS, KNOBS),
+    ids=lambda value: "-".join(f"{name}={one}" for name, one in value.items()) if isinstance(value, dict) else None,
 )
 def test_every_structural_knob_keeps_the_result(knobs: dict[str, object], variant: Variant, causal: bool) -> None:
     assert failures(make_family(causal=causal), variant, **knobs) == ()
@@ -110,8 +112,9 @@ def test_storing_through_pointers_keeps_the_result(causal: bool) -> None:
     assert failures(make_family(causal=causal), Variant.TMA, STORE_BY_TMA=False) == ()
 
 
-@pytest.mark.parametrize("head_dim", [8, 16, 24, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256])
-@pytest.mark.parametrize("variant", PLAIN_VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "head_dim"), one_in(2, PLAIN_VARIANTS, [8, 16, 24, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256])
+)
 def test_every_head_dim_of_whole_vectors(variant: Variant, head_dim: int) -> None:
     assert failures(make_family(head_dim=head_dim, causal=True), variant, one_probe()) == ()
 

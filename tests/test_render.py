@@ -201,6 +201,18 @@ GOLDEN_CASES = {
     "fwd_hopper_ws/bf16_d64_left_single": make_candidate(
         Variant.HOPPER_WS, make_family(bounded_left=True), SCHEDULE=Schedule.SINGLE, CONSUMERS=1
     ),
+    "fwd_hopper_ws/bf16_d128_causal_bias_dropout": make_candidate(
+        Variant.HOPPER_WS, make_family(head_dim=128, causal=True, bias=True, dropout=True), SCHEDULE=Schedule.PIPELINED
+    ),
+    "fwd_hopper_ws/bf16_d64_full_bool_mask": make_candidate(
+        Variant.HOPPER_WS, make_family(bool_mask=True), SCHEDULE=Schedule.SINGLE, CONSUMERS=1
+    ),
+    "fwd_hopper_ws/bf16_d64_full_wide_loose_exact": make_candidate(
+        Variant.HOPPER_WS,
+        make_family(wide_bias=True, loose_mask=True),
+        SCHEDULE=Schedule.PERSISTENT,
+        EXACT_LENGTHS=True,
+    ),
     "fwd_tma/bf16_d64_full_sinks": make_candidate(Variant.TMA, make_family(sinks=True)),
     "bwd_dkdv_tma/bf16_d64_causal_alibi": make_backward(
         Pass.BWD_DKDV, Variant.TMA, make_family(causal=True, alibi=True)

@@ -1,6 +1,7 @@
 """Every template compiles for every arch that its variant supports, and passes the gates there."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 
 import pytest
 import triton
@@ -70,7 +71,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
         yield compile_all
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "arch", [pytest.param(arch, marks=pytest.mark.slow) if arch in LIKE_SM_80 else arch for arch in ARCHS]
+)
 def test_defaults_compile_and_pass_all_gates_in_64_kb(arch: str, compiled: Compile) -> None:
     candidates = [
         Candidate(family=family, variant=spec.variant, config=default_config(spec, family, arch))
@@ -111,11 +114,15 @@ def test_the_archs_have_the_variants_that_are_written_for_them() -> None:
     }
 
 
-@pytest.mark.parametrize("variant", FORWARD_VARIANTS)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("variant", "causal", "head_dim"),
+    [
+        pytest.param(variant, causal, head_dim, marks=[pytest.mark.slow] if (head_dim == 64) == causal else [])
+        for variant, causal, head_dim in product(FORWARD_VARIANTS, (False, True), (64, 128))
+    ],
+)
 def test_seeds_for_hopper_give_the_search_a_start(
-    head_dim: int, causal: bool, variant: Variant, compiled: Compile
+    variant: Variant, causal: bool, head_dim: int, compiled: Compile
 ) -> None:
     """Three at least pass all gates, among them that the assembler leaves wgmma asynchronous."""
     family, spec = make_family(head_dim, causal=causal), variant_spec(Pass.FWD, variant)

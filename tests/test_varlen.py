@@ -446,11 +446,6 @@ def test_more_rows_than_positions_are_refused(cold: None, monkeypatch: pytest.Mo
 
 def test_what_this_release_does_not_serve_is_told() -> None:
     tensors = small()
-    q, k, v, *starts = tensors
-    with pytest.raises(UnsupportedError, match=r"dropout_p \(dropout, of sequences in a row\) is not served"):
-        flash_attn_varlen_func(*tensors, 20, 24, dropout_p=0.1)
-    with pytest.raises(UnsupportedError, match=r"dropout_p \(dropout, of sequences in a row\) is not served"):
-        flash_attn_varlen_kvpacked_func(q, torch.stack([k, v], 1), *starts, 20, 24, dropout_p=0.1)
     with pytest.raises(UnsupportedError, match=r"attn_mask \(a mask, of sequences in a row\) is not served"):
         attention_varlen(*tensors, attn_mask=torch.ones(1, dtype=torch.bool))
     with pytest.raises(UnsupportedError, match="block_table"):

@@ -16,7 +16,7 @@ from tests.attention_calls import FLOAT32, of_torch, requiring, runs_kernels
 from tests.varlen_calls import gradient_like, make_varlen
 
 OPS = torch.ops.fa_autotune
-CALL = (None, -1, 0, 0.0, GENERATED)
+CALL = (None, -1, 0, 0.0, GENERATED, 0.0)
 SMALL = [(20, 24), (0, 3), (3, 5)]
 pytestmark = of_torch
 
