@@ -86,8 +86,6 @@ def hopper_forward_supports(family: AttentionFamily, arch: str, triton_version: 
         )
     if family.dropout and family.bounded_left:
         return "dropout wants whole 16 keys, and descriptors would read some that no row sees; the portable one serves"
-    if family.dropout and family.varlen:
-        return "it knows no dropout of sequences in a row; others serve where the family does"
     return _too_busy(family)
 
 

@@ -40,12 +40,6 @@ def test_what_leaves_no_registers_gets_a_reason(head_dim: str, words: str, says:
     assert says in reason
 
 
-def test_dropout_of_sequences_in_a_row_is_left_to_others() -> None:
-    family = family_of("64", "dropout")
-    object.__setattr__(family, "varlen", True)  # which families refuse together
-    assert "no dropout of sequences in a row" in (SPEC.supports(family, "sm_90", (3, 7)) or "")
-
-
 @pytest.mark.parametrize("head_dim", ["16", "64", "96", "128", "192", "256", "192x128", "128x256"])
 @pytest.mark.parametrize(
     "words",
@@ -97,7 +91,7 @@ def compiled(
         yield lambda candidates: compile_all(candidates, "sm_90", H200.smem_optin_bytes)
 
 
-COMPILED = ["128,dropout", "128,causal,bias", "64,bool_mask"]
+COMPILED = ["128,dropout", "64,causal,dropout,varlen", "128,causal,bias", "64,bool_mask"]
 OTHERS = [
     "256,causal,dropout",
     "128,bias,loose_mask",
