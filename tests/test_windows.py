@@ -317,8 +317,6 @@ def test_both_edges_of_a_window_spill_beside_the_widest_values() -> None:
         ("bool_mask,bwd_fused", "it knows no attn_mask;"),
         ("left=9,dropout,bwd_fused", "dropout in a window spills above head_dim 64;"),
         ("softcap,dropout,bwd_fused", "dropout of capped scores spills above head_dim 64;"),
-        ("bias", "it knows no attn_mask;"),
-        ("left=1023,softcap,alibi,sinks,wide_bias,dropout", "it knows no attn_mask and no dropout;"),
     ],
 )
 def test_the_trace_says_why_a_feature_is_not_served_by_a_variant(text: str, says: str) -> None:
