@@ -40,7 +40,7 @@ def probes(
     if family.varlen:
         found = _of_sequences(block_m, block_n)
         if family.kernel_pass is Pass.BWD_FUSED and programs:
-            found.append(_of_waiting_programs(block_m, block_n, heads=2 * -(-programs // 12)))
+            found.append(_of_waiting_programs(block_m, block_n, heads=2 * -(-programs // 5)))
     else:
         found = _probes(block_m=block_m, block_n=block_n, exact_lengths=exact_lengths, programs=programs)
     if not family.bounded_left:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fa_autotune import attention, warmup
 from fa_autotune.decision import parse_triton_version
+from fa_autotune.dropout import draw_seed, dropout_mask, scale_of
 from fa_autotune.family import Access, DType, Pass
 from fa_autotune.launch import live_device, live_toolchain, load_kernel
 from fa_autotune.probes import probes
@@ -150,6 +151,39 @@ def test_a_captured_step_replays(name: str) -> None:
             tensor.copy_(torch.randn_like(tensor))
     graph.replay()
     assert all(map(torch.equal, captured, step(requiring(*static))))
+
+
+@pytest.mark.parametrize("feature", ["alibi", "bool mask", "bias", "dropout"])
+def test_seventy_thousand_heads_follow_the_definition(feature: str) -> None:
+    """All of them, in plain torch and fp32: no number of a head, nor what is read by it, wraps."""
+    batch, heads, length, head_dim = 17_500, 4, 16, 64
+    tensors = requiring(*(randn(batch, length, heads, head_dim) for _ in range(3)))
+    exact = requiring(*(tensor.float() for tensor in tensors))
+    q, k, v = (tensor.transpose(1, 2) for tensor in exact)
+    scores, kept = q @ k.transpose(-1, -2) / head_dim**0.5, torch.ones((), device="cuda")
+    call: dict[str, Any] = {}
+    rows = torch.arange(length, device="cuda")
+    if feature == "alibi":
+        call["alibi_slopes"] = torch.rand(batch, heads, device="cuda")
+        scores = scores - call["alibi_slopes"][..., None, None] * (rows[:, None] - rows).abs()
+    elif feature == "bool mask":
+        call["attn_mask"] = (torch.rand(batch, heads, length, length, device="cuda") < 0.8).logical_or_(rows == 0)
+        scores = scores.masked_fill(~call["attn_mask"], float("-inf"))
+    elif feature == "bias":
+        call["attn_mask"] = torch.randn(batch, heads, length, length, device="cuda", dtype=torch.bfloat16)
+        scores = scores + call["attn_mask"].float()
+    else:
+        call["dropout_p"] = 0.3
+        torch.manual_seed(7)
+        seed = draw_seed(torch.device("cuda", 0))
+        kept = dropout_mask(seed, batch, heads, length, length, dropout_p=0.3) * scale_of(0.3)
+    expected = ((torch.softmax(scores, -1) * kept) @ v).transpose(1, 2)
+    torch.manual_seed(7)
+    out = attention(*tensors, **call)
+    d_out = gradient_of(out.shape)
+    found = [out, *torch.autograd.grad(out, tensors, d_out)]
+    for one, other in zip(found, [expected, *torch.autograd.grad(expected, exact, d_out.float())], strict=True):
+        assert (one - other).abs().max() <= 0.02 * other.abs().max()
 
 
 @pytest.mark.parametrize("alone", [True, False])

@@ -289,11 +289,16 @@ def test_tensors_with_more_than_2_to_the_31_elements() -> None:
     total, last = 2**31 // 1024 + 700, 500
     q, k, v = (torch.empty(total, 8, 128, device="cuda", dtype=torch.bfloat16).normal_() for _ in range(3))
     starts = cu_seqlens([200] * ((total - last) // 200) + [(total - last) % 200, last])
-    out, lse = attention_varlen(q, k, v, starts, starts, causal=True, return_lse=True)
-    batch = [tensor[-last:][None] for tensor in (q, k, v)]
+    inputs = requiring(q, k, v)
+    out, lse = attention_varlen(*inputs, starts, starts, causal=True, return_lse=True)
+    d_out = torch.empty_like(out).normal_()
+    batch = requiring(*(tensor[-last:][None] for tensor in (q, k, v)))
     expected, expected_lse = attention(*batch, causal=True, return_lse=True)
     torch.testing.assert_close(out[-last:], expected[0], atol=1e-2, rtol=1e-2)
     torch.testing.assert_close(lse[:, -last:], expected_lse[0], atol=1e-4, rtol=1e-4)
+    found = torch.autograd.grad(out, inputs, d_out)
+    for one, other in zip(found, torch.autograd.grad(expected, batch, d_out[-last:][None]), strict=True):
+        torch.testing.assert_close(one[-last:], other[0], atol=2e-2, rtol=2e-2)
 
 
 def test_warmup_loads_what_a_capture_needs() -> None:

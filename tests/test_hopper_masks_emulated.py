@@ -89,4 +89,5 @@ def test_exact_lengths_pass_every_probe(words: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_is_left_out_is_missed(words: str, old: str, new: str, tmp_path: Path) -> None:
+    assert failures(words, TILE, tmp_path) == ()
     assert failures(words, TILE, tmp_path, instead_of(old, new)) != ()
