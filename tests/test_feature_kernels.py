@@ -93,7 +93,6 @@ def test_tensors_with_any_strides(kernel_pass: Pass, features: str) -> None:
 
 
 @every_third
-@pytest.mark.kernel
 def test_fp32_is_computed_in_ieee_precision(kernel_pass: Pass, features: str) -> None:
     assert failures(make_family(kernel_pass, features, DType.FLOAT32, 64), HEAD_DIM_PIECE=32) == ()
 
