@@ -372,16 +372,22 @@ def hopper_registers(
     family: AttentionFamily, shape: AttentionShape | None, config: HopperWsFwdConfig, device: DeviceSpec
 ) -> str | None:
     """A consumer's accumulators, scores and P fit what setmaxnreg gives its threads, and leave it some."""
-    need, limit = consumer_registers(family, config), CONSUMER_REGISTERS[config.CONSUMERS] - OTHER_REGISTERS
-    if need > limit:
-        what = "accumulators, scores, P and a mask" if family.has_mask else "accumulators, scores and P"
-        return f"{what} take {need} registers per thread, CONSUMERS={config.CONSUMERS} leaves {limit}"
-    return None
+    if holds_tile(family, config):
+        return None
+    what = "accumulators, scores, P and a mask" if family.has_mask else "accumulators, scores and P"
+    return (
+        f"{what} take {consumer_registers(family, config)} registers per thread, CONSUMERS={config.CONSUMERS} leaves "
+        f"{_left_to_tile(config)}"
+    )
 
 
-def holds_busy_tile(family: AttentionFamily, config: HopperWsFwdConfig) -> bool:
-    """Whether a family with a mask or dropout leaves a tile's registers to its threads."""
-    return consumer_registers(family, config) <= CONSUMER_REGISTERS[config.CONSUMERS] - OTHER_REGISTERS
+def holds_tile(family: AttentionFamily, config: HopperWsFwdConfig) -> bool:
+    """Whether a consumer's threads have the registers that a tile takes."""
+    return consumer_registers(family, config) <= _left_to_tile(config)
+
+
+def _left_to_tile(config: HopperWsFwdConfig) -> int:
+    return CONSUMER_REGISTERS[config.CONSUMERS] - OTHER_REGISTERS
 
 
 # --- constraints on the fused backward --------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Where a search starts among the kernels in Gluon: configs that were fast on Hopper, the untuned default first."""
 
 from fa_autotune.config import HopperWideBwdConfig, HopperWsBwdConfig, HopperWsFwdConfig, Schedule
-from fa_autotune.constraints import holds_busy_tile
+from fa_autotune.constraints import holds_tile
 from fa_autotune.estimates import WIDEST_BUSY, fused_smem_bytes, hopper_smem_bytes, padded_head_dim
 from fa_autotune.family import AttentionFamily
 
@@ -113,7 +113,7 @@ def forward_seeds(family: AttentionFamily) -> list[HopperWsFwdConfig]:
         # Of accumulators so wide, one keeps an address in memory in one kind of kernel, and one in the other.
         schedule = Schedule.PERSISTENT if family.dropout and not family.bounded_right else Schedule.TILE
         seeds = [one for one in seeds if one.SCHEDULE is schedule or family.head_dim_v <= WIDEST_BUSY]
-    return [one for one in seeds if hopper_smem_bytes(family, one) <= SMEM_BYTES and holds_busy_tile(family, one)]
+    return [one for one in seeds if hopper_smem_bytes(family, one) <= SMEM_BYTES and holds_tile(family, one)]
 
 
 def fused_seeds(family: AttentionFamily) -> list[HopperWsBwdConfig]:

@@ -64,7 +64,10 @@ def lse_geometry(q: Tensor, layout: int) -> Geometry:
 
 def contiguous(size: tuple[int, ...]) -> Geometry:
     """A contiguous tensor of that size."""
-    return size, torch.empty(size, device="meta").stride()
+    strides = [1] * len(size)
+    for axis in range(len(size) - 1, 0, -1):
+        strides[axis - 1] = strides[axis] * max(1, size[axis])
+    return size, tuple(strides)
 
 
 def sketch(geometry: Geometry, dtype: torch.dtype) -> Tensor:

@@ -58,8 +58,8 @@ class PackedBackward:
     ) -> Tensor:  # fmt: skip
         """Write dq, dk and dv; gives the statistics, for `delta_of`."""
         sizes, lengths = self._sizes(counts), (cu_seqlens_q, cu_seqlens_k)
-        statistics = self._allocate(*_strided(sizes[0]), torch.float32)
-        turns = self._allocate(*_strided(sizes[1]), torch.int32)
+        statistics = self._allocate(*contiguous(sizes[0]), torch.float32)
+        turns = self._allocate(*contiguous(sizes[1]), torch.int32)
         self._preprocess(counts, out, d_out, lse, statistics, turns, *lengths)
         if d_lse is not None:
             places = padded_places(cu_seqlens_q, counts.total_q, STATISTIC_ROWS)
@@ -69,7 +69,7 @@ class PackedBackward:
             for gradient in (dq, dk, dv):
                 gradient.zero_()
             return statistics
-        dq_acc = self._allocate(*_strided(sizes[2]), torch.float32)
+        dq_acc = self._allocate(*contiguous(sizes[2]), torch.float32)
         self._fused(counts, q, k, v, d_out, statistics, turns, dk, dv, dq_acc, *lengths)
         self._postprocess(counts, dq_acc, dq, *lengths)
         return statistics
@@ -78,11 +78,3 @@ class PackedBackward:
 def delta_of(statistics: Tensor, cu_seqlens_q: Tensor, total_q: int) -> Tensor:
     """delta less d_lse, (num_q_heads, total_q), of what a backward gave."""
     return statistics[1][:, padded_places(cu_seqlens_q, total_q, STATISTIC_ROWS)]
-
-
-def _strided(size: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A contiguous tensor's size and strides."""
-    strides = [1]
-    for extent in size[:0:-1]:
-        strides.insert(0, strides[0] * extent)
-    return size, tuple(strides)

@@ -19,7 +19,7 @@ from fa_autotune.family import FUSED_BACKWARD, SPLIT_BACKWARD, Access, Attention
 from fa_autotune.fused_workspace import fused_tile
 from fa_autotune.problem import AttentionProblem
 from fa_autotune.reference import TORCH_DTYPES, attention_reference, gradients_from_statistics
-from fa_autotune.tensors import access_of
+from fa_autotune.tensors import access_of, contiguous
 from fa_autotune.workload import acc_of_dq, bottom_right_diagonal, dq_of_acc, lse_and_delta_of, statistics_of
 from tests.winners import A100, H200, all_winners, dispatcher
 
@@ -353,3 +353,8 @@ def test_an_unaligned_out_is_read_by_a_preprocessing_for_any_access(kernels: Pla
     bind_backward(sample.call, *inputs, *found, unordered=False)(*inputs, None, *found)
     assert_right(sample, found)
     assert [family.access for family in kernels.bound] == [Access.ANY, Access.TMA, Access.TMA]
+
+
+@pytest.mark.parametrize("size", [(), (7,), (2, 3, 5), (2, 0, 5), (0, 4), (3, 1, 1, 2)])
+def test_a_contiguous_tensor_is_laid_out_as_torch_does(size: tuple[int, ...]) -> None:
+    assert contiguous(size) == (size, torch.empty(size).stride())
