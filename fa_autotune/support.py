@@ -8,7 +8,7 @@ from fa_autotune.tiles import is_wide_head
 
 MIN_TRITON = (3, 6)
 GLUON_TRITONS = ((3, 6), (3, 7))
-WIDEST_VARLEN_WINDOW = 192  # of the fused backward; see `wide_supports`
+WIDEST_VARLEN_WINDOW = 192  # of the fused backward, with both edges
 WIDEST_WITH_LEFT_WINDOW = 192  # head_dim_v of the Hopper forward; wider ones spill in their loops
 WIDEST_BY_ELEMENTS = 128  # the same beside a mask that is not copied
 WIDEST_WITH_DROPOUT = 192  # head_dim_v of the fused backward of wide head dims
@@ -125,7 +125,13 @@ def _spills_in_fused(family: AttentionFamily) -> str | None:
         return "dropout of capped scores with ALiBi spills; the tma and portable variants serve"
     if family.softcap and family.bounded_left and family.dropout and not is_wide(family):
         return f"dropout of capped scores in a window spills up to head_dim {WIDEST_SHARED}; the others serve"
-    if max(family.head_dim, family.head_dim_v) <= NARROW_HEAD_DIM:
+    widest, is_window = max(family.head_dim, family.head_dim_v), family.bounded_left and family.bounded_right
+    if family.varlen and is_window and not family.softcap and widest > WIDEST_VARLEN_WINDOW:
+        return (
+            f"both edges of a window spill above head_dim {WIDEST_VARLEN_WINDOW} where sequences lie in a row; the "
+            "portable variant serves"
+        )
+    if widest <= NARROW_HEAD_DIM:
         return None
     if family.softcap and family.alibi:
         return f"capped scores with ALiBi spill above head_dim {NARROW_HEAD_DIM}; the tma and portable variants serve"
@@ -155,12 +161,6 @@ def wide_supports(family: AttentionFamily, arch: str, triton_version: tuple[int,
     """The same of the fused backward of wide head dims."""
     if not is_wide(family):
         return f"it is for head dims above {WIDEST_SHARED}; hopper_ws serves"
-    widest, is_window = max(family.head_dim, family.head_dim_v), family.bounded_left and family.bounded_right
-    if family.varlen and is_window and not family.softcap and widest > WIDEST_VARLEN_WINDOW:
-        return (
-            f"both edges of a window spill above head_dim {WIDEST_VARLEN_WINDOW} where sequences lie in a row; the "
-            "portable variant serves"
-        )
     found = _hopper_ws_supports(family, arch, triton_version) or _unknown_to_fused(family)
     return found or _spills_in_fused(family)
 
