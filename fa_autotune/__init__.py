@@ -25,21 +25,22 @@ from fa_autotune.errors import (
 
 if TYPE_CHECKING:
     from fa_autotune.database import TuningDatabase
-    from fa_autotune.dropins import (
+    from fa_autotune.jobs import tune
+    from fa_autotune.ops.api import attention, explain, flush_misses, warmup
+    from fa_autotune.ops.dropins import (
         flash_attn_func,
         flash_attn_kvpacked_func,
         flash_attn_qkvpacked_func,
         scaled_dot_product_attention,
     )
-    from fa_autotune.jobs import tune
-    from fa_autotune.ops import attention, explain, flush_misses, warmup
-    from fa_autotune.problem import AttentionProblem
-    from fa_autotune.varlen import attention_varlen
-    from fa_autotune.varlen_dropins import (
+    from fa_autotune.ops.varlen import attention_varlen
+    from fa_autotune.ops.varlen_dropins import (
         flash_attn_varlen_func,
         flash_attn_varlen_kvpacked_func,
         flash_attn_varlen_qkvpacked_func,
     )
+    from fa_autotune.problem.problem import AttentionProblem
+    from fa_autotune.reference.dropout import dropout_mask
 
 __version__ = "0.1.0.dev0"
 
@@ -63,6 +64,7 @@ __all__ = [
     "__version__",
     "attention",
     "attention_varlen",
+    "dropout_mask",
     "explain",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
@@ -77,21 +79,22 @@ __all__ = [
 ]
 
 _MODULE_BY_NAME = {
-    "AttentionProblem": "problem",
+    "AttentionProblem": "problem.problem",
     "TuningDatabase": "database",
-    "attention": "ops",
-    "attention_varlen": "varlen",
-    "explain": "ops",
-    "flash_attn_func": "dropins",
-    "flash_attn_kvpacked_func": "dropins",
-    "flash_attn_qkvpacked_func": "dropins",
-    "flash_attn_varlen_func": "varlen_dropins",
-    "flash_attn_varlen_kvpacked_func": "varlen_dropins",
-    "flash_attn_varlen_qkvpacked_func": "varlen_dropins",
-    "flush_misses": "ops",
-    "scaled_dot_product_attention": "dropins",
+    "attention": "ops.api",
+    "attention_varlen": "ops.varlen",
+    "dropout_mask": "reference.dropout",
+    "explain": "ops.api",
+    "flash_attn_func": "ops.dropins",
+    "flash_attn_kvpacked_func": "ops.dropins",
+    "flash_attn_qkvpacked_func": "ops.dropins",
+    "flash_attn_varlen_func": "ops.varlen_dropins",
+    "flash_attn_varlen_kvpacked_func": "ops.varlen_dropins",
+    "flash_attn_varlen_qkvpacked_func": "ops.varlen_dropins",
+    "flush_misses": "ops.api",
+    "scaled_dot_product_attention": "ops.dropins",
     "tune": "jobs",
-    "warmup": "ops",
+    "warmup": "ops.api",
 }
 
 # Names that the public surface will have, and what serves in their place today.

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Protocol
 
 from fa_autotune.database import TuningDatabase
-from fa_autotune.device import INTERPRETER, INTERPRETER_ARCH, DeviceSpec, Toolchain
 from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
-from fa_autotune.family import DType, Pass, parse_passes
-from fa_autotune.models import default_problems, problems_for_model, tiny_problems
 from fa_autotune.paths import database_path
-from fa_autotune.problem import AttentionProblem
-from fa_autotune.records import Evaluator, Variant
+from fa_autotune.problem.device import INTERPRETER, INTERPRETER_ARCH, DeviceSpec, Toolchain
+from fa_autotune.problem.family import DType, Pass, parse_passes
+from fa_autotune.problem.models import default_problems, problems_for_model, tiny_problems
+from fa_autotune.problem.problem import AttentionProblem
+from fa_autotune.records import Evaluator
+from fa_autotune.space.candidate import Variant
 from fa_autotune.tuner import TuneBudget, TuneEvent, TuneSummary
 from fa_autotune.tuner import tune as search
 
@@ -73,7 +74,7 @@ class TuneJob:
 
 def find_device(gpu_index: int | None) -> tuple[DeviceSpec, int | None]:
     """The device to tune and its index; the interpreter has none. FaAutotuneError if a GPU is named and not there."""
-    from fa_autotune.launch import live_device  # noqa: PLC0415  imports torch
+    from fa_autotune.kernels.gpu import live_device  # noqa: PLC0415  imports torch
 
     try:
         device = live_device(gpu_index or 0)
@@ -90,7 +91,7 @@ def find_device(gpu_index: int | None) -> tuple[DeviceSpec, int | None]:
 
 def local_evaluator(device: DeviceSpec, device_index: int | None) -> AbstractContextManager[OpenEvaluator]:
     """The evaluator of this machine."""
-    from fa_autotune.evaluate import LocalEvaluator  # noqa: PLC0415  imports torch
+    from fa_autotune.evaluation.evaluator import LocalEvaluator  # noqa: PLC0415  imports torch
 
     return LocalEvaluator(device=device, device_index=device_index)
 

@@ -5,30 +5,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from fa_autotune.config import KernelConfig
-from fa_autotune.family import AttentionFamily
-from fa_autotune.problem import AttentionProblem
-
-
-class Variant(StrEnum):
-    """Which template realises a pass."""
-
-    PORTABLE = "portable"
-    TMA = "tma"
-    HOPPER_WS = "hopper_ws"
-    HOPPER_WIDE = "hopper_wide"
-
-    @property
-    def is_gluon(self) -> bool:
-        """Whether warps, barriers and asynchronous products were placed by hand."""
-        return self in (Variant.HOPPER_WS, Variant.HOPPER_WIDE)
-
-
-class CompileForm(StrEnum):
-    """What the compiler may assume: `aligned` = pointers and strides keep the 16-byte rules, the last stride is 1."""
-
-    ALIGNED = "aligned"
-    GENERAL = "general"
+from fa_autotune.problem.problem import AttentionProblem
+from fa_autotune.space.candidate import Candidate, CompileForm
 
 
 class TrialStatus(StrEnum):
@@ -58,15 +36,6 @@ class Regime(StrEnum):
     EVENTS = "events"  # device events around each launch, L2 flushed between
     GRAPH = "graph"  # replays of a CUDA graph of many launches: launch overhead excluded
     WALL = "wall"  # host clock round Triton's interpreter
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """One config of one variant of a family: what is rendered and compiled."""
-
-    family: AttentionFamily
-    variant: Variant
-    config: KernelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fa_autotune import attention
-from fa_autotune.bench import geomean
-from fa_autotune.launch import live_device, live_toolchain
+from fa_autotune.benchmark.bench import geomean
+from fa_autotune.kernels.gpu import live_device, live_toolchain
 
 HEAD_DIMS = (64, 128)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:  # torch is imported by the tests that need it
-    from fa_autotune.launch import LoadedKernel
-    from fa_autotune.records import Candidate
+    from fa_autotune.kernels.loaded import LoadedKernel
+    from fa_autotune.space.candidate import Candidate
 
 # Where there is no GPU, kernels run in Triton's interpreter. Triton reads this once, when it is imported.
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
@@ -91,7 +91,9 @@ def kernels_can_run() -> None:
 @pytest.fixture
 def cold(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has called nothing yet."""
-    from fa_autotune import calls, live_kernels, varlen_calls
+    from fa_autotune.dispatch import loaded_kernels as live_kernels
+    from fa_autotune.ops import plans as calls
+    from fa_autotune.ops import varlen_calls
 
     monkeypatch.setattr(calls, "_plans", {})
     monkeypatch.setattr(varlen_calls, "_plans", {})
@@ -102,7 +104,7 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def loads(cold: None, monkeypatch: pytest.MonkeyPatch) -> "list[Candidate]":
     """The candidates loaded since the process was cold."""
-    from fa_autotune import live_kernels
+    from fa_autotune.dispatch import loaded_kernels as live_kernels
 
     loaded: list[Candidate] = []
     load = live_kernels.load_kernel
@@ -118,7 +120,8 @@ def loads(cold: None, monkeypatch: pytest.MonkeyPatch) -> "list[Candidate]":
 @pytest.fixture
 def reference_only(cold: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process without an interpreter, in which CPU tensors run the reference."""
-    from fa_autotune import calls, live_kernels
+    from fa_autotune.dispatch import loaded_kernels as live_kernels
+    from fa_autotune.ops import plans as calls
 
     for module in (calls, live_kernels):
         monkeypatch.setattr(module, "interpreting", lambda: False)

@@ -7,21 +7,23 @@ from functools import partial
 
 import pytest
 from click.testing import CliRunner
-from replay import ReplayEvaluator, attention_landscape, failure, success
 
 from fa_autotune.cli import main
 from fa_autotune.cli.tune import _Progress
 from fa_autotune.database import Miss, TuningDatabase
-from fa_autotune.decision import rendered_digest
-from fa_autotune.device import INTERPRETER, KNOWN_DEVICES, Toolchain
 from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
-from fa_autotune.family import BACKWARD_PASSES, DType, Pass
 from fa_autotune.jobs import TuneJob, find_device, parse_duration_s, tune_job
-from fa_autotune.models import default_problems, tiny_problems
-from fa_autotune.problem import AttentionProblem
-from fa_autotune.records import Candidate, TrialStatus, Variant
+from fa_autotune.kernels.render import rendered_digest
+from fa_autotune.problem.device import INTERPRETER, KNOWN_DEVICES, Toolchain
+from fa_autotune.problem.family import BACKWARD_PASSES, DType, Pass
+from fa_autotune.problem.models import default_problems, tiny_problems
+from fa_autotune.problem.problem import AttentionProblem
+from fa_autotune.records import TrialStatus
+from fa_autotune.space.candidate import Candidate, Variant
+from fa_autotune.space.registry import variant_spec
+from fa_autotune.space.seeds import default_config
 from fa_autotune.tuner import JobStarted, ProblemStarted, TrialEnded, TuneBudget
-from fa_autotune.variants import default_config, variant_spec
+from kit.replay import ReplayEvaluator, attention_landscape, failure, success
 
 H200, T4 = KNOWN_DEVICES["h200"], KNOWN_DEVICES["t4"]
 PREFILL = AttentionProblem.parse("4x32x8x4096x4096x128,causal")

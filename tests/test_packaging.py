@@ -13,8 +13,8 @@ import pytest
 
 from fa_autotune import paths
 from fa_autotune.database import TuningDatabase
-from fa_autotune.render import render
-from fa_autotune.snapshot import Source, load_snapshot
+from fa_autotune.dispatch.winners import Source, load_snapshot
+from fa_autotune.kernels.render import render
 
 
 def build(kind: str, folder: Path, checkout: Path) -> Path:

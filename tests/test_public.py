@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -52,13 +53,23 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["problem", "config", "device", "records", "variants", "paths", "snapshot", "worker"]
+    "module",
+    [
+        "problem.problem",
+        "problem.models",
+        "space.registry",
+        "space.seeds",
+        "records",
+        "paths",
+        "worker",
+        "dispatch.winners",
+    ],
 )
 def test_importing_the_data_loads_nothing_heavy(module: str) -> None:
     assert loaded_after(f"import fa_autotune.{module}") & set(HEAVY) == set()
 
 
-@pytest.mark.parametrize("module", ["render", "database", "tuner", "dispatch"])
+@pytest.mark.parametrize("module", ["kernels.render", "database.store", "tuner", "dispatch.dispatcher", "database"])
 def test_importing_search_and_database_loads_no_torch(module: str) -> None:
     assert loaded_after(f"import fa_autotune.{module}") & {"torch", "triton"} == set()
 
@@ -71,6 +82,21 @@ def test_attention_loads_neither_optuna_nor_the_command_line() -> None:
 def test_a_planned_name_says_what_to_use_until_it_is_there(name: str) -> None:
     with pytest.raises(fa_autotune.UnsupportedError, match=f"{name} is not there yet in .*; until then "):
         getattr(fa_autotune, name)
+
+
+@pytest.mark.parametrize(
+    ("place", "name"), [("dropout", "dropout_mask"), ("device", "known_device"), ("dispatch", "Dispatcher")]
+)
+def test_a_name_that_moved_is_still_found_and_says_where_it_went(place: str, name: str) -> None:
+    with pytest.warns(DeprecationWarning, match=rf"{place}\.{name} has moved; import it from fa_autotune\."):
+        found = getattr(import_module(f"fa_autotune.{place}"), name)
+    assert found.__name__ == name
+
+
+@pytest.mark.parametrize("place", ["dropout", "device", "dispatch"])
+def test_the_former_place_of_a_name_has_no_others(place: str) -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = import_module(f"fa_autotune.{place}").nothing
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

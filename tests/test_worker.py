@@ -11,10 +11,10 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
-import worker_jobs as jobs
 
 from fa_autotune.errors import WorkerDied, WorkerError, WorkerTimeout
 from fa_autotune.worker import Worker, WorkerPool
+from kit import worker_jobs as jobs
 
 PATIENCE_S = 60.0  # deadlines that are not meant to pass; generous, since the machine may be busy
 SHORT_S = 1.0  # deadlines that are
@@ -86,7 +86,7 @@ class TestAJobThatWorks:
     def test_does_not_import_the_users_script_again(self, tmp_path: Path) -> None:
         script = tmp_path / "users_script.py"
         script.write_text(
-            "import worker_jobs\nfrom fa_autotune.worker import Worker\nprint('imported')\n"
+            "from kit import worker_jobs\nfrom fa_autotune.worker import Worker\nprint('imported')\n"
             "with Worker(name='w') as worker:\n    print(worker.call(worker_jobs.add, 1, 2, deadline_s=60))\n"
         )
         done = subprocess.run(
@@ -249,7 +249,7 @@ class TestEndings:
     @pytest.mark.parametrize("job", [jobs.announce_and_spin, jobs.announce_and_hold_the_interpreter_lock])
     def test_a_worker_dies_with_its_parent(self, job: Callable[[Path], None], tmp_path: Path) -> None:
         script = (
-            "import worker_jobs, pathlib, sys\nfrom fa_autotune.worker import Worker\n"
+            "import pathlib, sys\nfrom kit import worker_jobs\nfrom fa_autotune.worker import Worker\n"
             f"Worker(name='w').call(worker_jobs.{job.__name__}, pathlib.Path(sys.argv[1]), deadline_s=300)"
         )
         file = tmp_path / "pid"

@@ -15,11 +15,11 @@ from click.core import ParameterSource
 from fa_autotune.cli.problem_options import named_problems, problem_options
 from fa_autotune.cli.terminal import print_table, say
 from fa_autotune.errors import FaAutotuneError
-from fa_autotune.models import default_problems
-from fa_autotune.problem import AttentionProblem
+from fa_autotune.problem.models import default_problems
+from fa_autotune.problem.problem import AttentionProblem
 
 if TYPE_CHECKING:
-    from fa_autotune.bench import BenchReport, BenchRow
+    from fa_autotune.benchmark.bench import BenchReport, BenchRow
 
 DEFAULT_PEERS = "sdpa-cudnn,sdpa-flash,flex"
 _ONLY_HERE = ("output", "as_json")  # say where the figures go, not what they are
@@ -63,7 +63,7 @@ def bench_command(
     peers = [word.strip() for word in against.split(",") if word.strip()]
     if output is not None:
         _make_folder(output)
-    from fa_autotune.bench import bench
+    from fa_autotune.benchmark.bench import bench
 
     run: Callable[..., BenchReport] = ctx.obj or bench
     report = run(
@@ -82,7 +82,7 @@ def bench_command(
 
 def markdown(report: "BenchReport", command: str) -> str:
     """A report as a document: what was run on what, the table, and what the figures mean."""
-    from fa_autotune.bench import table_rows
+    from fa_autotune.benchmark.bench import table_rows
 
     head, *rows = table_rows(report)
     lines = [f"# {_pass_name(report).capitalize()} attention on {report.device.name}, {report.started_at[:10]}", ""]
@@ -132,7 +132,7 @@ def _largest_spread(report: "BenchReport", contender: str) -> float | None:
 
 def _notes(report: "BenchReport") -> list[str]:
     """What each peer is, or why it did not run, and on how many problems. Our notes are in the table."""
-    from fa_autotune.bench import OURS
+    from fa_autotune.benchmark.bench import OURS
 
     peers = [name for name in report.contenders() if name != OURS]
     counts = {name: Counter(row.note for row in report.rows if row.contender == name) for name in peers}
@@ -201,7 +201,7 @@ class _Progress:
 
 
 def _print_table(report: "BenchReport") -> None:
-    from fa_autotune.bench import table_rows
+    from fa_autotune.benchmark.bench import table_rows
 
     head, *rows = table_rows(report)
     speeds = [name for name in head if name.endswith(" TFLOP/s") and not name.startswith("ours ")]

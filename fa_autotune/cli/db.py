@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from fa_autotune.cli.terminal import print_table, say
-from fa_autotune.config import config_label
-from fa_autotune.device import INTERPRETER_ARCH
 from fa_autotune.errors import DatabaseError
 from fa_autotune.paths import database_path, pack_paths
-from fa_autotune.problem import AttentionProblem
-from fa_autotune.records import TrialStatus, Variant
+from fa_autotune.problem.device import INTERPRETER_ARCH
+from fa_autotune.problem.problem import AttentionProblem
+from fa_autotune.records import TrialStatus
+from fa_autotune.space.candidate import Variant
+from fa_autotune.space.config import config_label
 
 if TYPE_CHECKING:
     from fa_autotune.database import ImportSummary, LeaderboardEntry, StoredTrial, TuningDatabase, Winner
-    from fa_autotune.device import DeviceSpec
+    from fa_autotune.problem.device import DeviceSpec
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 _TIMES = ("ms", "TFLOP/s")

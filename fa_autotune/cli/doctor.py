@@ -18,13 +18,12 @@ import click
 
 from fa_autotune import __version__, paths
 from fa_autotune.cli.terminal import say
-from fa_autotune.decision import parse_triton_version
-from fa_autotune.device import DeviceSpec
+from fa_autotune.dispatch.winners import Snapshot, Source, load_snapshot
 from fa_autotune.errors import FaAutotuneError
-from fa_autotune.family import AttentionFamily, DType
-from fa_autotune.snapshot import Snapshot, Source, load_snapshot
-from fa_autotune.support import MIN_TRITON
-from fa_autotune.variants import VARIANTS
+from fa_autotune.problem.device import DeviceSpec, parse_triton_version
+from fa_autotune.problem.family import AttentionFamily, DType
+from fa_autotune.space.registry import VARIANTS
+from fa_autotune.space.support import MIN_TRITON
 
 _PACKAGES = {
     "torch": ("torch",),
@@ -182,17 +181,17 @@ def _ask_torch() -> tuple[tuple[DeviceSpec, ...], str | None, str | None, str | 
     """The GPUs, the driver's and CUDA's versions, and why torch can't be imported."""
     if error := _import_error("torch"):
         return (), None, None, error
-    from fa_autotune import launch
+    from fa_autotune.kernels.gpu import live_toolchain
 
     devices = tuple(_live_devices())
     if _import_error("triton"):
         return devices, None, None, None
-    toolchain = launch.live_toolchain()
+    toolchain = live_toolchain()
     return devices, toolchain.driver, toolchain.cuda, None
 
 
 def _live_devices() -> Iterator[DeviceSpec]:
-    from fa_autotune.launch import live_device
+    from fa_autotune.kernels.gpu import live_device
 
     if paths.interpreting():
         return  # what live_device names then is no GPU

@@ -8,12 +8,12 @@ import click
 
 from fa_autotune.cli.render import render_call
 from fa_autotune.cli.terminal import say
-from fa_autotune.device import INTERPRETER, INTERPRETER_ARCH, KNOWN_DEVICES, DeviceSpec, known_device
-from fa_autotune.dispatch import Dispatcher
+from fa_autotune.dispatch.dispatcher import Dispatcher
+from fa_autotune.dispatch.winners import load_snapshot
 from fa_autotune.errors import FaAutotuneError
 from fa_autotune.paths import database_path, pack_paths
-from fa_autotune.problem import AttentionProblem
-from fa_autotune.snapshot import load_snapshot
+from fa_autotune.problem.device import INTERPRETER, INTERPRETER_ARCH, KNOWN_DEVICES, DeviceSpec, known_device
+from fa_autotune.problem.problem import AttentionProblem
 
 LIVE = "live"
 _TRITON_PACKAGES = ("triton", "pytorch-triton-rocm", "pytorch-triton")
@@ -80,7 +80,7 @@ def _device(name: str) -> DeviceSpec:
         return known_device(name)
     hint = f"name a GPU instead: --device {' | '.join(KNOWN_DEVICES)}"
     try:
-        from fa_autotune.launch import live_device
+        from fa_autotune.kernels.gpu import live_device
     except ImportError as error:
         raise FaAutotuneError(f"without {error.name or 'torch'} the live GPU can't be asked; {hint}") from error
     try:

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 import click
 
-from fa_autotune.family import DType
-from fa_autotune.models import (
+from fa_autotune.problem.family import DType
+from fa_autotune.problem.models import (
     DEFAULT_SEQLENS,
     DEFAULT_TOKENS,
     KNOWN_MODELS,
@@ -15,7 +15,7 @@ from fa_autotune.models import (
     problems_for_model,
     problems_from_hf_config,
 )
-from fa_autotune.problem import AttentionProblem
+from fa_autotune.problem.problem import AttentionProblem
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 _DTYPES = {"bf16": DType.BFLOAT16, "fp16": DType.FLOAT16, "fp32": DType.FLOAT32}

@@ -8,14 +8,15 @@ from pathlib import Path
 import click
 
 from fa_autotune import paths
-from fa_autotune.config import KernelConfig
-from fa_autotune.device import DeviceSpec, known_device
 from fa_autotune.errors import FaAutotuneError, InvalidConfigError
-from fa_autotune.family import AttentionFamily
-from fa_autotune.problem import AttentionProblem
-from fa_autotune.records import Candidate, Variant
-from fa_autotune.support import GLUON_TRITONS
-from fa_autotune.variants import VARIANTS, VariantSpec, default_config, variant_spec
+from fa_autotune.problem.device import DeviceSpec, known_device
+from fa_autotune.problem.family import AttentionFamily
+from fa_autotune.problem.problem import AttentionProblem
+from fa_autotune.space.candidate import Candidate, Variant
+from fa_autotune.space.config import KernelConfig
+from fa_autotune.space.registry import VARIANTS, VariantSpec, variant_spec
+from fa_autotune.space.seeds import default_config
+from fa_autotune.space.support import GLUON_TRITONS
 
 DEFAULT_DEVICE = "h200"
 
@@ -70,7 +71,7 @@ def render_command(
 
 def render_one(problem: str, variant: Variant | None, device: DeviceSpec, config: str, *, as_json: bool) -> str:
     """The text of one kernel, or JSON that holds it; `variant` None takes the default of the problem's pass."""
-    from fa_autotune.render import render
+    from fa_autotune.kernels.render import render
 
     family = AttentionProblem.parse(problem).family
     variant = variant or default_variant(family)
@@ -102,8 +103,8 @@ def render_call(problem: str, candidate: Candidate) -> str:
 
 def write_winners() -> list[Path]:
     """Make the checkout's kernels_generated/ hold the kernels of the packs' winners and no other."""
-    from fa_autotune.generated import write_exactly
-    from fa_autotune.snapshot import Source, load_snapshot
+    from fa_autotune.dispatch.winners import Source, load_snapshot
+    from fa_autotune.kernels.modules import write_exactly
 
     folder = paths.shipped_kernels_dir()
     if not folder.is_dir():

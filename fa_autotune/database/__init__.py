@@ -2,22 +2,28 @@
 
 `store` has the verbs; `entries` what goes in and out; `rows` what a row may hold; `migrations` the schema;
 `connection` how a file is opened; `writing` and `packs` how rows get into a database.
+
+Importing this package loads nothing heavy: each name below is imported when it is first used.
 """
 
-from fa_autotune.database.entries import (
-    DatabaseInfo,
-    ImportSummary,
-    LeaderboardEntry,
-    Miss,
-    RejectionCount,
-    SessionInfo,
-    SessionKind,
-    SessionState,
-    StoredTrial,
-    Winner,
-)
-from fa_autotune.database.store import TuningDatabase
-from fa_autotune.database.text import to_json
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fa_autotune.database.entries import (
+        DatabaseInfo,
+        ImportSummary,
+        LeaderboardEntry,
+        Miss,
+        RejectionCount,
+        SessionInfo,
+        SessionKind,
+        SessionState,
+        StoredTrial,
+        Winner,
+    )
+    from fa_autotune.database.store import TuningDatabase
+    from fa_autotune.database.text import to_json
 
 __all__ = [
     "DatabaseInfo",
@@ -33,3 +39,13 @@ __all__ = [
     "Winner",
     "to_json",
 ]
+
+_MODULE_BY_NAME = dict.fromkeys(__all__, "entries") | {"TuningDatabase": "store", "to_json": "text"}
+
+
+def __getattr__(name: str) -> Any:
+    if module := _MODULE_BY_NAME.get(name):
+        value = getattr(import_module(f"{__name__}.{module}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,8 +10,8 @@ from sqlite_utils import Database
 
 from fa_autotune.database.migrations import migrate
 from fa_autotune.database.rows import COLUMNS
+from fa_autotune.database.schema import APPLICATION_ID, SCHEMA_VERSION
 from fa_autotune.errors import DatabaseError, InvalidPackError, SchemaTooNewError
-from fa_autotune.schema import APPLICATION_ID, SCHEMA_VERSION
 
 MEMORY = ":memory:"
 BUSY_TIMEOUT_S = 30.0

@@ -7,20 +7,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeAlias
 
-from fa_autotune.device import DeviceSpec, Toolchain
-from fa_autotune.problem import AttentionProblem
-from fa_autotune.records import (
-    AccuracyReport,
-    Candidate,
-    CompileForm,
-    Measurement,
-    Regime,
-    ResourceReport,
-    Role,
-    TrialRecord,
-    TrialStatus,
-    Variant,
-)
+from fa_autotune.problem.device import DeviceSpec, Toolchain
+from fa_autotune.problem.problem import AttentionProblem
+from fa_autotune.records import AccuracyReport, Measurement, Regime, ResourceReport, Role, TrialRecord, TrialStatus
+from fa_autotune.space.candidate import Candidate, CompileForm, Variant
 
 JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | bool | None"
 

@@ -10,8 +10,8 @@ not open at all under `trusted_schema = OFF`, which is how packs are read. Knobs
 
 from sqlite_utils import Database, Migrations
 
+from fa_autotune.database.schema import APPLICATION_ID, SCHEMA_VERSION
 from fa_autotune.errors import DatabaseError
-from fa_autotune.schema import APPLICATION_ID, SCHEMA_VERSION
 
 migrations = Migrations("fa_autotune")
 

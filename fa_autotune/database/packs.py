@@ -25,12 +25,12 @@ from fa_autotune.database.rows import (
     toolchain_from,
     trial_from,
 )
-from fa_autotune.device import DeviceSpec, Toolchain
+from fa_autotune.database.schema import APPLICATION_ID
 from fa_autotune.errors import DatabaseError, InvalidPackError
-from fa_autotune.family import canonical_json
-from fa_autotune.problem import AttentionProblem
+from fa_autotune.problem.device import DeviceSpec, Toolchain
+from fa_autotune.problem.family import canonical_json
+from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import Role, TrialStatus
-from fa_autotune.schema import APPLICATION_ID
 
 ParsedT = TypeVar("ParsedT")
 Refers = Mapping[str, int | None]  # column → the id that a row refers to, in its own database

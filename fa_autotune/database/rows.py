@@ -13,7 +13,6 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from fa_autotune.config import config_from_key
 from fa_autotune.database.entries import (
     CompileStatus,
     KernelRow,
@@ -28,23 +27,14 @@ from fa_autotune.database.entries import (
     Winner,
     utc_now,
 )
-from fa_autotune.device import DeviceSpec, Toolchain
 from fa_autotune.errors import FaAutotuneError, InvalidPackError
-from fa_autotune.family import AttentionFamily, canonical_json
-from fa_autotune.problem import AttentionProblem
-from fa_autotune.records import (
-    AccuracyReport,
-    Candidate,
-    CompileForm,
-    Measurement,
-    Regime,
-    ResourceReport,
-    Role,
-    TrialRecord,
-    TrialStatus,
-    Variant,
-)
-from fa_autotune.variants import variant_spec
+from fa_autotune.problem.device import DeviceSpec, Toolchain
+from fa_autotune.problem.family import AttentionFamily, canonical_json
+from fa_autotune.problem.problem import AttentionProblem
+from fa_autotune.records import AccuracyReport, Measurement, Regime, ResourceReport, Role, TrialRecord, TrialStatus
+from fa_autotune.space.candidate import Candidate, CompileForm, Variant
+from fa_autotune.space.config import config_from_key
+from fa_autotune.space.registry import variant_spec
 
 Row = Mapping[str, Any]
 EnumT = TypeVar("EnumT", bound=StrEnum)

@@ -48,6 +48,7 @@ from fa_autotune.database.rows import (
     utc_text,
     winner_from,
 )
+from fa_autotune.database.schema import SCHEMA_VERSION
 from fa_autotune.database.text import to_json
 from fa_autotune.database.writing import (
     Values,
@@ -59,13 +60,13 @@ from fa_autotune.database.writing import (
     toolchain_values,
     trial_of,
 )
-from fa_autotune.device import DeviceSpec, Toolchain
 from fa_autotune.errors import DatabaseError, InvalidProblemError
-from fa_autotune.family import canonical_json
 from fa_autotune.paths import expanded
-from fa_autotune.problem import AttentionProblem
-from fa_autotune.records import TrialRecord, TrialStatus, Variant
-from fa_autotune.schema import SCHEMA_VERSION
+from fa_autotune.problem.device import DeviceSpec, Toolchain
+from fa_autotune.problem.family import canonical_json
+from fa_autotune.problem.problem import AttentionProblem
+from fa_autotune.records import TrialRecord, TrialStatus
+from fa_autotune.space.candidate import Variant
 
 EntryT = TypeVar("EntryT")
 _JOINED = ("trials", "kernels", "problems", "devices", "toolchains", "sessions", "measurements")

@@ -9,8 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from fa_autotune.database.entries import JSON
-from fa_autotune.family import AttentionFamily
-from fa_autotune.problem import AttentionProblem
+from fa_autotune.problem.family import AttentionFamily
+from fa_autotune.problem.problem import AttentionProblem
 
 
 def to_json(value: object) -> JSON:

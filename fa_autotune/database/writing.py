@@ -9,7 +9,6 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fa_autotune.config import config_key
 from fa_autotune.database.entries import (
     CompileStatus,
     KernelRow,
@@ -29,11 +28,13 @@ from fa_autotune.database.rows import (
     measurement_from,
     trial_from,
 )
-from fa_autotune.device import DeviceSpec, Toolchain
 from fa_autotune.errors import DatabaseError, InvalidPackError
-from fa_autotune.family import FAMILY_OPTIONS, SHAPE_OPTIONS, canonical_json
-from fa_autotune.problem import AttentionProblem
-from fa_autotune.records import Candidate, TrialRecord, TrialStatus
+from fa_autotune.problem.device import DeviceSpec, Toolchain
+from fa_autotune.problem.family import FAMILY_OPTIONS, SHAPE_OPTIONS, canonical_json
+from fa_autotune.problem.problem import AttentionProblem
+from fa_autotune.records import TrialRecord, TrialStatus
+from fa_autotune.space.candidate import Candidate
+from fa_autotune.space.config import config_key
 
 Values = dict[str, str | int | float | None]
 

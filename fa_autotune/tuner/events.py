@@ -4,10 +4,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fa_autotune.device import DeviceSpec, Toolchain
 from fa_autotune.errors import FaAutotuneError
-from fa_autotune.problem import AttentionProblem
-from fa_autotune.records import Candidate, TrialRecord, TrialStatus
+from fa_autotune.problem.device import DeviceSpec, Toolchain
+from fa_autotune.problem.problem import AttentionProblem
+from fa_autotune.records import TrialRecord, TrialStatus
+from fa_autotune.space.candidate import Candidate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,15 +9,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 
-from fa_autotune.config import KernelConfig
 from fa_autotune.database import SessionKind, SessionState, StoredTrial, TuningDatabase
 from fa_autotune.database.entries import JSON
-from fa_autotune.decision import parse_triton_version, rendered_digest, shape_distance
-from fa_autotune.device import DeviceSpec, Toolchain
 from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
-from fa_autotune.family import AttentionFamily
-from fa_autotune.problem import AttentionProblem
-from fa_autotune.records import Candidate, Evaluator, TrialRecord, TrialStatus, Variant
+from fa_autotune.kernels.render import rendered_digest
+from fa_autotune.problem.device import DeviceSpec, Toolchain, parse_triton_version
+from fa_autotune.problem.distance import shape_distance
+from fa_autotune.problem.family import AttentionFamily
+from fa_autotune.problem.problem import AttentionProblem
+from fa_autotune.records import Evaluator, TrialRecord, TrialStatus
+from fa_autotune.space.candidate import Candidate, Variant
+from fa_autotune.space.config import KernelConfig
+from fa_autotune.space.registry import VARIANTS, VariantSpec, compile_form, supported_variants
+from fa_autotune.space.seeds import default_config, seed_configs
 from fa_autotune.tuner.events import (
     ConfirmedWinner,
     ConfirmStarted,
@@ -32,7 +36,6 @@ from fa_autotune.tuner.events import (
     TuneSummary,
 )
 from fa_autotune.tuner.study import Batch, ProblemSearch, VariantSearch, quiet_optuna
-from fa_autotune.variants import VARIANTS, VariantSpec, compile_form, default_config, seed_configs, supported_variants
 
 SEARCH_TIME_SHARE = 0.85  # of a time budget; the rest is for confirming
 BATCH_SIZE = 8  # candidates; smaller ones learn more from each other, larger ones keep more compilers busy

@@ -13,12 +13,14 @@ from itertools import chain, combinations
 
 import optuna
 
-from fa_autotune.config import KernelConfig
-from fa_autotune.constraints import Rejected
-from fa_autotune.device import DeviceSpec
-from fa_autotune.problem import AttentionProblem
-from fa_autotune.records import Candidate, TrialStatus, Variant
-from fa_autotune.variants import Knob, KnobValue, VariantSpec, default_config
+from fa_autotune.problem.device import DeviceSpec
+from fa_autotune.problem.problem import AttentionProblem
+from fa_autotune.records import TrialStatus
+from fa_autotune.space.candidate import Candidate, Variant
+from fa_autotune.space.config import KernelConfig
+from fa_autotune.space.constraints import Rejected
+from fa_autotune.space.registry import Knob, KnobValue, VariantSpec
+from fa_autotune.space.seeds import default_config, search_domain
 
 LOCAL_SHARE = 0.35  # of a problem's trials, at the end: steps from the best config instead of the sampler's ideas
 PROBE_SHARE = 1 / 3  # of a variant's equal share, before variants are compared
@@ -51,7 +53,7 @@ class VariantSearch:
         self._random = rng
         self._warm: deque[KernelConfig] = deque()
         self._in_flight: dict[KernelConfig, list[optuna.Trial]] = {}
-        self._knobs = spec.domain(problem.family, device)
+        self._knobs = search_domain(spec, problem.family, device)
         self._distributions = {knob.name: _distribution(knob) for knob in self._knobs}
         self._study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=rng.getrandbits(32)))
 

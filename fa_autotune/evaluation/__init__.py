@@ -1,0 +1,1 @@
+"""Candidates on a live device: compiled, verified, measured."""

@@ -1,0 +1,216 @@
+"""One call of a kernel, for checks and timings: its inputs, the outputs that it writes, and its scalars."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_autotune.problem.family import KEYLESS_PASSES, AttentionFamily, Pass
+from fa_autotune.problem.problem import AttentionProblem, AttentionShape
+from fa_autotune.problem.sequences import Sequences
+from fa_autotune.reference.attention import TORCH_DTYPES
+from fa_autotune.reference.features import NO_FEATURES, Features
+from fa_autotune.reference.packed import LOG2_E, VarlenCall, packed_lse_and_delta, padded_places
+from fa_autotune.space.workspace import (
+    DQ_LANES,
+    dq_acc_size,
+    fused_tile,
+    packed_dq_acc_size,
+    packed_statistics_size,
+    packed_turns_size,
+    statistics_size,
+    turns_size,
+    whole_mask_rows,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """A contiguous tensor that a kernel writes whole: (batch, heads, seqlen, columns), or in a form of its own.
+
+    `adds_up`: the kernel adds to it, in any order: it is to be 0 before, and two launches may differ in the last bits.
+    `zeroed`: it is to be 0 before, since the kernel writes what some row sees.
+    """
+
+    name: str
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    adds_up: bool = False
+    zeroed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Workload:
+    """A call of a family's kernel. `inputs` are in the order in which the kernel takes them:
+
+    fwd: q, k, v; bwd_delta: out, do; bwd_dkdv and bwd_dq: q, k, v, do, lse, delta;
+    bwd_preprocess: out, do, lse; bwd_fused: q, k, v, do, statistics, turns; bwd_postprocess: dq_acc.
+
+    `sequences` are those of a varlen family, whose tensors are (1, heads, total, head_dim).
+    """
+
+    family: AttentionFamily
+    shape: AttentionShape
+    inputs: tuple[Tensor, ...]
+    softmax_scale: float
+    diagonal: int | None
+    features: Features = NO_FEATURES
+    sequences: Sequences | None = None
+
+    @property
+    def varlen_call(self) -> VarlenCall:
+        """What the reference of sequences in a row is told."""
+        assert self.sequences is not None
+        return VarlenCall(
+            sequences=self.sequences,
+            softmax_scale=self.softmax_scale,
+            diagonal=self.diagonal,
+            features=self.features,
+        )
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """What the kernel writes, in the order in which it takes them."""
+        family, shape = self.family, self.shape
+        rows = (shape.batch_size, shape.num_q_heads, shape.seqlen_q)
+        keys = (shape.batch_size, shape.num_kv_heads, shape.seqlen_k)
+        if self.sequences is not None:
+            rows = (1, shape.num_q_heads, self.sequences.total_q)
+            keys = (1, shape.num_kv_heads, self.sequences.total_k)
+        dtype = TORCH_DTYPES[family.dtype]
+        out, dq = (
+            Output(name=name, size=(*rows, dim), dtype=dtype)
+            for name, dim in (("out", family.head_dim_v), ("dq", family.head_dim))
+        )
+        dk, dv = (
+            Output(name=name, size=(*keys, dim), dtype=dtype)
+            for name, dim in (("dk", family.head_dim), ("dv", family.head_dim_v))
+        )
+        match family.kernel_pass:
+            case Pass.FWD:
+                return out, Output(name="lse", size=rows, dtype=torch.float32)
+            case Pass.BWD_DELTA:
+                return (Output(name="delta", size=rows, dtype=torch.float32),)
+            case Pass.BWD_DKDV:
+                return dk, dv
+            case Pass.BWD_DQ if family.mask_gradient:
+                is_partial = family.bounded_left or family.bounded_right
+                whole = (*rows, whole_mask_rows(shape.seqlen_k))
+                return dq, Output(name="d_mask", size=whole, dtype=torch.float32, zeroed=is_partial)
+            case Pass.BWD_DQ | Pass.BWD_POSTPROCESS:
+                return (dq,)
+            case Pass.BWD_PREPROCESS:
+                sizes: tuple[tuple[int, ...], ...] = (statistics_size(shape), turns_size(shape))
+                if self.sequences is not None:
+                    sizes = tuple(size(*self._packed) for size in (packed_statistics_size, packed_turns_size))
+                statistics = Output(name="statistics", size=sizes[0], dtype=torch.float32)
+                return statistics, Output(name="turns", size=sizes[1], dtype=torch.int32)
+            case Pass.BWD_FUSED:
+                packed = self.sequences is not None
+                size = packed_dq_acc_size(family, *self._packed) if packed else dq_acc_size(family, shape)
+                return dk, dv, Output(name="dq_acc", size=size, dtype=torch.float32, adds_up=family.unordered)
+
+    @property
+    def _packed(self) -> tuple[int, int, int]:
+        """What the sizes of a workspace of sequences in a row depend on."""
+        assert self.sequences is not None
+        return self.shape.num_q_heads, len(self.sequences.lengths_q), self.sequences.total_q
+
+    def allocate(self) -> tuple[Tensor, ...]:
+        """Outputs with whatever memory holds; 0 where the kernel adds to it."""
+        device = self.inputs[0].device
+        return tuple(
+            (torch.zeros if output.adds_up or output.zeroed else torch.empty)(
+                output.size, dtype=output.dtype, device=device
+            )
+            for output in self.outputs
+        )
+
+    @property
+    def padded_rows(self) -> Tensor:
+        """Where the rows of sequences in a row lie among those of whole tiles of dq."""
+        assert self.sequences is not None
+        assert self.features.cu_seqlens_q is not None
+        block_m = fused_tile(self.family).block_m
+        return padded_places(self.features.cu_seqlens_q, self.sequences.total_q, block_m)
+
+    @property
+    def lse_and_delta(self) -> tuple[Tensor, Tensor]:
+        """What the statistics of a fused backward were made of, (batch, q heads, seqlen_q) or (1, q heads, total_q)."""
+        statistics = self.inputs[4]
+        if self.sequences is None:
+            return lse_and_delta_of(self.shape, statistics)
+        assert self.features.cu_seqlens_q is not None
+        return packed_lse_and_delta(self.features.cu_seqlens_q, statistics, self.sequences.total_q)
+
+    def dq_of(self, dq_acc: Tensor) -> Tensor:
+        """dq / softmax_scale, fp32, as the call's q lies; any numbers in rows that see no key."""
+        if self.sequences is None:
+            return dq_of_acc(self.family, self.shape, dq_acc)
+        tiles = tiles_of_acc(self.family, dq_acc)
+        by_head = tiles.reshape(1, self.shape.num_q_heads, -1, tiles.shape[-1])
+        return by_head[:, :, self.padded_rows, : self.family.head_dim]
+
+    @property
+    def turns(self) -> Tensor | None:
+        """What a fused backward counts in and must leave at 0; None for other passes."""
+        return self.inputs[5] if self.family.kernel_pass is Pass.BWD_FUSED else None
+
+    def arguments(self, outputs: Sequence[Tensor]) -> tuple[Any, ...]:
+        """What the kernel is called with."""
+        if self.family.kernel_pass in KEYLESS_PASSES:
+            return (*self.inputs, *outputs, *self.features.tensors(self.family))
+        tensors, numbers = self.features.tensors(self.family), self.features.numbers(self.family)
+        return (*self.inputs, *outputs, *tensors, self.softmax_scale, self.diagonal, *numbers)
+
+
+def bottom_right_diagonal(problem: AttentionProblem) -> int | None:
+    """The diagonal by which the last row sees the last key (and its window's next ones); None where it is unbounded."""
+    shape = problem.shape
+    if problem.family.varlen:  # which counts from there
+        return shape.window_right if problem.family.bounded_right else None
+    return shape.seqlen_k - shape.seqlen_q + shape.window_right if problem.family.bounded_right else None
+
+
+# --- what the kernels of the fused backward hand to each other --------------------------------------------------------
+
+
+def statistics_of(shape: AttentionShape, lse: Tensor, delta: Tensor) -> Tensor:
+    """What the preprocessing gives for lse (natural log) and delta, both (batch, q heads, seqlen_q)."""
+    statistics = torch.zeros(statistics_size(shape), dtype=torch.float32, device=lse.device)
+    statistics[0] = float("inf")
+    exponent = torch.where(lse == float("-inf"), float("inf"), lse.to(torch.float64) * LOG2_E)
+    statistics[0, :, : shape.seqlen_q] = exponent.flatten(0, 1).to(torch.float32)
+    statistics[1, :, : shape.seqlen_q] = delta.flatten(0, 1)
+    return statistics
+
+
+def lse_and_delta_of(shape: AttentionShape, statistics: Tensor) -> tuple[Tensor, Tensor]:
+    """The lse (natural log) and delta that statistics were made of."""
+    rows = (shape.batch_size, shape.num_q_heads, shape.seqlen_q)
+    exponent, delta = (part[:, : shape.seqlen_q].reshape(rows) for part in statistics)
+    return torch.where(exponent == float("inf"), float("-inf"), exponent / LOG2_E), delta
+
+
+def dq_of_acc(family: AttentionFamily, shape: AttentionShape, dq_acc: Tensor) -> Tensor:
+    """dq / softmax_scale, fp32 (batch, q heads, seqlen_q, head_dim), from the order of the accumulators."""
+    tiles = tiles_of_acc(family, dq_acc).reshape(shape.batch_size, shape.num_q_heads, -1, fused_tile(family).columns)
+    return tiles[:, :, : shape.seqlen_q, : family.head_dim]
+
+
+def tiles_of_acc(family: AttentionFamily, dq_acc: Tensor) -> Tensor:
+    """The rows of dq_acc's tiles, (tiles · block_m, columns), from the order of the accumulators."""
+    tile = fused_tile(family)
+    by_register = dq_acc.view(-1, *tile.register_axes)
+    rows_first = by_register.permute(0, *(axis + 1 for axis in tile.register_order))
+    return rows_first.reshape(-1, tile.columns)
+
+
+def acc_of_dq(family: AttentionFamily, dq: Tensor) -> Tensor:
+    """The inverse of `dq_of_acc`, for dq / softmax_scale in whole tiles: (batch, q heads, rows, columns)."""
+    axes, order = fused_tile(family).register_axes, fused_tile(family).register_order
+    rows_first = dq.reshape(-1, *(axes[axis] for axis in order))
+    by_register = rows_first.permute(0, *(order.index(axis) + 1 for axis in range(len(order))))
+    return by_register.reshape(-1, DQ_LANES)

@@ -1,0 +1,1 @@
+"""From a candidate to a launch: text, compiling, gates, loading."""

@@ -1,0 +1,204 @@
+"""Compiles generated modules ahead of time, without a GPU, and judges what comes out.
+
+A candidate that spills, does not fit, or lost what its template was written for (wide loads, warps that split query
+rows only) never reaches the GPU. Each such check is a gate: a named function that gives a reason, or None.
+"""
+
+import io
+import json
+import os
+import re
+import time
+from concurrent.futures import Future
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from types import ModuleType, TracebackType
+from typing import Any, Self
+
+from fa_autotune.errors import CompileError, WorkerDied, WorkerTimeout
+from fa_autotune.kernels.gates import GATES, CompiledText, CompileRequest
+from fa_autotune.kernels.modules import compile_module, load_module
+from fa_autotune.paths import triton_cache_dir
+from fa_autotune.records import ResourceReport, TrialStatus
+from fa_autotune.worker import WorkerPool
+
+DEFAULT_DEADLINE_S = 120.0
+
+_JOBS_PER_PROCESS = 200  # Triton keeps what it compiled
+_ERROR_CHARACTERS = 1000  # compilers print pages of intermediate code
+_LOG_NAME = "assembler_log.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileResult:
+    """What became of a request: OK, COMPILE_FAILED, OVER_RESOURCES, TIMED_OUT or CRASHED.
+
+    `resources` is there whenever the kernel compiled; `error` says why it can't be used, and `gate` which gate said so.
+    """
+
+    status: TrialStatus
+    resources: ResourceReport | None = None
+    error: str | None = None
+    gate: str | None = None
+
+
+def compile_request(request: CompileRequest) -> CompileResult:
+    """Compile a module and put it through the gates: the job of a compile worker. A bad kernel is a result.
+
+    OSError (a cache folder that can't be written, a missing assembler) is raised: it is not the kernel's fault.
+    """
+    try:
+        text, compile_s = _compiled_text(load_module(request.module_path), request.arch)
+    except OSError:
+        raise
+    except Exception as error:  # noqa: BLE001 - Triton, MLIR and the assembler raise all sorts
+        return CompileResult(status=TrialStatus.COMPILE_FAILED, error=_brief(error))
+    resources = resource_report(text, compile_s)
+    for name, gate in GATES:
+        if reason := gate(request, text, resources):
+            return CompileResult(status=TrialStatus.OVER_RESOURCES, resources=resources, error=reason, gate=name)
+    return CompileResult(status=TrialStatus.OK, resources=resources)
+
+
+def resource_report(text: CompiledText, compile_s: float) -> ResourceReport:
+    """Registers, spills and warnings, from the assembler's log (NVIDIA) or the assembly's notes (AMD)."""
+    if text.is_nvidia:
+        registers = _numbers(r"Used (\d+) registers", text.log)
+        spill_bytes = max(_numbers(r"(\d+) bytes spill (?:stores|loads)", text.log), default=0)
+        warnings = [line.strip() for line in text.log.splitlines() if re.search(r"warning|\(C\d{4}\)", line)]
+    else:
+        registers = _numbers(r"\.vgpr_count:\s*(\d+)", text.assembly)
+        spill_bytes = max(_numbers(r"\.private_segment_fixed_size:\s*(\d+)", text.assembly), default=0)
+        warnings = ["access widths are checked in PTX only, not in this assembly"]
+    return ResourceReport(
+        registers=max(registers, default=None),
+        spill_bytes=spill_bytes,
+        smem_bytes=text.smem_bytes,
+        compile_s=compile_s,
+        warnings=tuple(line[:_ERROR_CHARACTERS] for line in warnings),
+    )
+
+
+# --- gates ------------------------------------------------------------------------------------------------------------
+
+
+def _numbers(pattern: str, text: str) -> list[int]:
+    return [int(number) for number in re.findall(pattern, text)]
+
+
+# --- compiling --------------------------------------------------------------------------------------------------------
+
+
+def _compiled_text(module: ModuleType, arch: str) -> tuple[CompiledText, float]:
+    """Compile; also gives the seconds it took, of the first time where Triton's cache has the kernel."""
+    from triton import knobs  # noqa: PLC0415 - a second or more to import
+    from triton.runtime.cache import get_cache_manager  # noqa: PLC0415 - as above
+
+    kernel, log, compile_s = _compile(module, arch)
+    beside_kernel = get_cache_manager(kernel.hash)
+    if (known := beside_kernel.get_file(_LOG_NAME)) and not log:
+        log, compile_s = json.loads(Path(known).read_text())
+    else:
+        if not log and "ptx" in kernel.asm:  # cached by a process that kept no log
+            with knobs.compilation.scope():
+                knobs.compilation.always_compile = True
+                kernel, log, compile_s = _compile(module, arch)
+        beside_kernel.put(json.dumps([log, compile_s]), _LOG_NAME, binary=False)
+    target = kernel.metadata.target
+    text = CompiledText(
+        ttgir=kernel.asm["ttgir"],
+        assembly=kernel.asm["ptx"] if target.backend == "cuda" else kernel.asm["amdgcn"],
+        log=log,
+        threads=kernel.metadata.num_warps * target.warp_size,
+        smem_bytes=kernel.metadata.shared,
+        tensor_memory_columns=getattr(kernel.metadata, "tmem_size", 0) or 0,
+        is_nvidia=target.backend == "cuda",
+        binary=kernel.asm["cubin"] if target.backend == "cuda" else b"",
+        reads_elements="stride_attn_mask_n" in module.SIGNATURE,
+    )
+    return text, compile_s
+
+
+def _compile(module: ModuleType, arch: str) -> tuple[Any, str, float]:
+    """Triton's compiled kernel, the log of the assembler it ran (empty if it ran none), and the seconds it took.
+
+    Triton runs ptxas with -v and can print what that said, so nothing has to be assembled twice.
+    """
+    from triton import knobs  # noqa: PLC0415 - a second or more to import
+
+    start = time.perf_counter()
+    with knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as log:
+        knobs.nvidia.dump_ptxas_log = True
+        kernel = compile_module(module, arch)
+    return kernel, log.getvalue(), round(time.perf_counter() - start, 3)
+
+
+def _brief(error: Exception) -> str:
+    """One error as text of bounded length: the end says what is wrong, the start where."""
+    text = str(error) if isinstance(error, CompileError) else f"{type(error).__name__}: {error}"
+    text = text.partition("\nRepro command:")[0].strip()  # a path of this machine, and of a file that is gone
+    if len(text) <= _ERROR_CHARACTERS:
+        return text
+    head, tail = _ERROR_CHARACTERS // 4, 3 * _ERROR_CHARACTERS // 4
+    return f"{text[:head]} […] {text[-tail:]}"
+
+
+# --- the pool ---------------------------------------------------------------------------------------------------------
+
+
+def compile_environ() -> dict[str, str | None]:
+    """What a compiling process's environment must override: no interpreter, and the cache that all processes share."""
+    return {"TRITON_INTERPRET": None, "TRITON_CACHE_DIR": str(triton_cache_dir())}
+
+
+def available_cpus() -> int:
+    """CPUs that this process may use, at least 1."""
+    return max(1, len(os.sched_getaffinity(0)))
+
+
+class CompilePool:
+    """Compile workers. Equal requests are compiled once; one that hangs or crashes its worker is a result too."""
+
+    def __init__(self, size: int | None = None, *, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
+        self._deadline_s = deadline_s
+        self._workers = WorkerPool(
+            available_cpus() if size is None else size,
+            name="compile",
+            environ=compile_environ(),
+            max_jobs=_JOBS_PER_PROCESS,
+        )
+        self._futures: dict[CompileRequest, Future[CompileResult]] = {}
+        self._lock = Lock()
+
+    def submit(self, request: CompileRequest) -> Future[CompileResult]:
+        """Start compiling, or find the same request already under way or done."""
+        with self._lock:
+            known = self._futures.get(request)
+            if known is None or known.cancelled():
+                known = self._workers.submit(
+                    compile_request, request, deadline_s=self._deadline_s, recover=_result_of_failure
+                )
+                self._futures[request] = known
+            return known
+
+    def close(self, *, cancel: bool = True) -> None:
+        """Stop the workers, with `cancel` in the middle of what they do."""
+        self._workers.close(cancel=cancel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(cancel=kind is not None)
+
+
+def _result_of_failure(error: Exception) -> CompileResult:
+    if isinstance(error, WorkerTimeout):
+        return CompileResult(status=TrialStatus.TIMED_OUT, error=_brief(error))
+    if isinstance(error, WorkerDied):
+        return CompileResult(status=TrialStatus.CRASHED, error=_brief(error))
+    raise error

@@ -1,0 +1,134 @@
+"""Load generated kernels and call them.
+
+On a GPU the kernel compiled ahead is launched on the tensors' device and its current stream. In a process started with
+TRITON_INTERPRET=1, CPU tensors run through Triton's interpreter instead.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_autotune.errors import CompileError, FaAutotuneError, LaunchError
+from fa_autotune.kernels.gpu import bind_thread, num_sms_of
+from fa_autotune.kernels.interpreter import interpreted
+from fa_autotune.kernels.modules import candidates_dir, compile_module, load_module, write_module
+from fa_autotune.kernels.render import render
+from fa_autotune.kernels.scratch import SLOT_INTS, prepare_scratch, scratch_of
+from fa_autotune.paths import interpreting
+from fa_autotune.problem.family import Pass
+from fa_autotune.space.candidate import Candidate
+
+MAX_GRID = 2**31 - 1
+MAX_ERROR_CHARACTERS = 1000  # compilers print pages of intermediate code
+
+
+# Which of its tensors has the rows that a kernel's programs own, where it is not the first.
+OWNERS = {Pass.BWD_DKDV: 1, Pass.BWD_FUSED: 1, Pass.BWD_POSTPROCESS: 1}
+# How many tensors come before those of a family's features, in the passes that serve sequences in a row.
+_TENSORS_BEFORE = {
+    Pass.FWD: 5,
+    Pass.BWD_DKDV: 8,
+    Pass.BWD_DQ: 7,
+    Pass.BWD_PREPROCESS: 5,
+    Pass.BWD_FUSED: 9,
+    Pass.BWD_POSTPROCESS: 2,
+}
+
+
+class LoadedKernel:
+    """A candidate's kernel, ready to be called on one device."""
+
+    def __init__(self, candidate: Candidate, module_path: Path, arch: str, device_index: int | None = None) -> None:
+        """Import a candidate's generated module and compile its kernel, or find it in Triton's cache. CompileError.
+
+        The binary is put on GPU `device_index` now; without one, on the GPU of the first call, when that comes.
+        """
+        self.candidate = candidate
+        self.module: ModuleType = load_module(module_path)
+        self._owner = OWNERS.get(candidate.family.kernel_pass, 0)
+        self.compiled: Any = None if interpreting() else compile_module(self.module, arch)  # Triton's CompiledKernel
+        self.run = interpreted(self.module) if interpreting() else _compiled(self.compiled)
+        # Persistent kernels have a program per SM and take a tile counter.
+        self.is_persistent = hasattr(self.module, "SCRATCH_INTS")
+        assert getattr(self.module, "SCRATCH_INTS", 0) <= SLOT_INTS
+        if self.compiled is not None and device_index is not None:
+            if self.is_persistent:
+                prepare_scratch(device_index)
+            with torch.cuda.device(device_index):
+                _ = self.compiled.run  # Triton builds the launcher and loads the binary when this is first read
+
+    def __call__(self, *values: Any) -> None:
+        """Run the kernel on what its module's `arguments` takes, which is for each pass
+
+        fwd: q, k, v, out, lse, *tensors, softmax_scale, diagonal, *numbers, and out and lse are written;
+        bwd_delta: out, do, delta, and delta is written;
+        bwd_dkdv: q, k, v, do, lse, delta, dk, dv, *tensors, softmax_scale, diagonal, *numbers, and dk, dv are written;
+        bwd_dq: q, k, v, do, lse, delta, dq, *tensors, softmax_scale, diagonal, *numbers, and dq is written;
+        bwd_preprocess: out, do, lse, statistics, turns, *tensors, and the last two are written;
+        bwd_fused: q, k, v, do, statistics, turns, dk, dv, dq_acc, *tensors, softmax_scale, diagonal, *numbers, and dk,
+        dv and dq_acc are written (an unordered kernel adds to dq_acc), and turns is 0 again;
+        bwd_postprocess: dq_acc, dq, *tensors, softmax_scale, diagonal, *numbers, and dq is written.
+
+        *tensors and *numbers: a family's `feature_tensors`, fp32 (batch, num_q_heads), then its `length_tensors`, int32
+        (sequences + 1), where the batch is that of the sequences and 1 for all else; and its `feature_numbers`. Others
+        are (batch, heads, seqlen, head_dim), none of them empty; lse and delta are contiguous fp32 (batch,
+        num_q_heads, seqlen_q), lse in natural log; what the fused backward's kernels hand on has the sizes of
+        `space.workspace`. The kernel runs on the tensors' device and its current stream.
+        """
+        owner: Tensor = values[self._owner]
+        grid = self.grid(*values)
+        if owner.is_cuda:
+            bind_thread(owner.device.index)
+        arguments = self.module.arguments(*values, *self.scratch(owner.device))
+        if owner.is_cuda and owner.device.index != torch.cuda.current_device():
+            with torch.cuda.device(owner.device):
+                self.run(grid, arguments)
+        else:
+            self.run(grid, arguments)
+
+    def grid(self, *values: Any) -> tuple[int, ...]:
+        """The programs of a call with these values; LaunchError if a launch can't take that many."""
+        owner: Tensor = values[self._owner]
+        num_sms = (num_sms_of(owner.device.index),) if self.is_persistent else ()
+        batch_size, family = owner.shape[0], self.candidate.family
+        if family.varlen:
+            cu_seqlens: Tensor = values[_TENSORS_BEFORE[family.kernel_pass] + len(family.feature_tensors)]
+            batch_size = cu_seqlens.shape[0] - 1
+        return self.grid_of(batch_size, owner.shape[1], owner.shape[2], *num_sms)
+
+    def grid_of(self, batch_size: int, num_heads: int, length: int, *num_sms: int) -> tuple[int, ...]:
+        """The programs for tensors of such extents; of sequences in a row: their number, and all rows of a head."""
+        grid: tuple[int, ...] = self.module.grid(batch_size, num_heads, length, *num_sms)
+        if grid[0] > MAX_GRID:
+            raise LaunchError(f"{grid[0]} programs, a launch takes at most {MAX_GRID}: split the batch")
+        return grid
+
+    def scratch(self, device: torch.device) -> tuple[Tensor, ...]:
+        """What a launch on a device's current stream takes after a call's values: a tile counter, or nothing."""
+        return (scratch_of(device.index),) if self.is_persistent else ()
+
+
+def load_kernel(candidate: Candidate, arch: str, device_index: int | None = None) -> LoadedKernel:
+    """Render a candidate, write its module to the cache folder and load it; TemplateError, CompileError."""
+    path = write_module(render(candidate), candidates_dir())
+    try:
+        return LoadedKernel(candidate, path, arch, device_index)
+    except FaAutotuneError:
+        raise
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
+        raise CompileError(
+            f"the {candidate.variant} kernel of {candidate.family.label} does not compile or load for {arch}: {text}; "
+            f"it is {path}, and `fa-autotune doctor` says what may be missing"
+        ) from error
+
+
+def _compiled(compiled: Any) -> Callable[[tuple[int, ...], Sequence[Any]], None]:
+    def run(grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
+        compiled[grid](*arguments)
+
+    return run

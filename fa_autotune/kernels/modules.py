@@ -1,0 +1,115 @@
+"""Generated modules on disk: write them, import them, and compile their kernel ahead of time.
+
+Triton reads a kernel's source through its file, so a rendered module is always written before it is imported.
+"""
+
+import importlib.util
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fa_autotune.errors import CompileError, FaAutotuneError
+from fa_autotune.kernels.render import KernelSource, render
+from fa_autotune.paths import cache_dir
+from fa_autotune.problem.device import INTERPRETER_ARCH
+from fa_autotune.space.candidate import Candidate
+
+_import_lock = threading.Lock()
+
+
+def candidates_dir() -> Path:
+    """Folder of generated candidates, in the cache folder."""
+    return cache_dir() / "kernels"
+
+
+def write_module(source: KernelSource, folder: Path) -> Path:
+    """Write a generated module unless the same text is there; atomic, so that readers see a whole file.
+
+    FaAutotuneError if the folder can't be written.
+    """
+    path = folder / f"{source.name}.py"
+    try:
+        if not (path.is_file() and path.read_text() == source.text):
+            _write_whole(path, source.text)
+    except OSError as error:
+        raise FaAutotuneError(
+            f"{path} can't be written ({error.strerror}), and Triton compiles from files only; make {folder} "
+            "writable, or set FA_AUTOTUNE_CACHE to a folder that is"
+        ) from error
+    return path
+
+
+def _write_whole(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_exactly(candidates: Iterable[Candidate], folder: Path) -> list[Path]:
+    """Make a folder hold the generated modules of these candidates and no other; gives their paths, sorted by name."""
+    sources = {source.name: source for source in map(render, candidates)}
+    written = [write_module(sources[name], folder) for name in sorted(sources)]
+    for stale in set(folder.glob("*.py")) - set(written):
+        stale.unlink()
+    return written
+
+
+def load_module(path: Path) -> ModuleType:
+    """Import a generated module once per process; CompileError if it does not import."""
+    name = f"fa_autotune_generated.{path.stem}"
+    with _import_lock:
+        if (known := sys.modules.get(name)) is not None and known.__file__ == str(path):
+            return known
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise CompileError(f"{path} is not a Python module; render it again")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[name]
+            raise CompileError(f"generated module {path} does not import: {type(error).__name__}: {error}") from error
+        return module
+
+
+def compile_target(arch: str) -> Any:
+    """Triton's GPUTarget for `sm_90`, `gfx942`, …; the interpreter's kernels are compiled for sm_90 as a check."""
+    from triton.backends.compiler import GPUTarget  # noqa: PLC0415 - a second or more to import
+
+    if arch == INTERPRETER_ARCH:
+        arch = "sm_90"
+    if arch.startswith("sm_"):
+        return GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    return GPUTarget("hip", arch, 64)
+
+
+def compile_module(module: ModuleType, arch: str) -> Any:
+    """Compile a generated module's kernel for an arch, without a GPU; gives Triton's CompiledKernel.
+
+    The compile form is the module's own SIGNATURE and ALIGNMENT, so that lengths are never specialised; the same call
+    in another process finds the result in Triton's cache. Raises what Triton raises.
+    """
+    import triton  # noqa: PLC0415
+
+    kernel = module.KERNEL
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as Source  # noqa: PLC0415
+    else:
+        from triton.compiler import ASTSource as Source  # noqa: PLC0415
+    divisibility = {
+        (kernel.arg_names.index(name),): [["tt.divisibility", divisor]] for name, divisor in module.ALIGNMENT.items()
+    }
+    source = Source(fn=kernel, signature=dict(module.SIGNATURE), constexprs={}, attrs=divisibility)
+    return triton.compile(source, target=compile_target(arch), options=dict(module.OPTIONS))

@@ -1,0 +1,1 @@
+"""What models call: attention on torch tensors."""

@@ -1,0 +1,286 @@
+"""What the arguments of a call may be, and what they mean to kernels.
+
+Checks of tensors are made once for each kind of call (`plans`), so they may take their time.
+"""
+
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_autotune.errors import InvalidProblemError, UnsupportedError
+from fa_autotune.ops.memory import BSHD, Quad
+from fa_autotune.problem.family import MAX_HEAD_DIM, MIN_HEAD_DIM
+from fa_autotune.reference.attention import TORCH_DTYPES
+
+MIN_SCALE, MAX_SCALE = 2.0**-125, 2.0**127  # times log2(e), still a normal fp32 number
+
+# Which keys a query row sees: all, those up to a diagonal that ends in one of two corners (causal), or those of a
+# bottom-right window, whose sizes are arguments of their own.
+FULL, BOTTOM_RIGHT, TOP_LEFT, WINDOW = 0, 1, 2, 3
+OPEN = -1  # size of a window's side that bounds nothing
+
+# What runs a call: plain torch, generated kernels, or those with a backward that may add up dq in any order.
+REFERENCE, GENERATED, UNORDERED = 0, 1, 2
+TF32 = 4  # added to one of the latter two: the operands of float32 products may be cut to tf32
+
+DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
+
+# A call's alibi_slopes and sinks, fp32 (batch, num_q_heads), and its attn_mask (batch, num_q_heads, seqlen_q,
+# seqlen_k), or 1 in place of any; and what `dropout.draw_seed` gives; or empty, for none of them.
+Extras = tuple[Tensor | None, ...]
+ALIBI, SINKS, MASK, SEED = range(4)  # their places
+NUM_EXTRAS = 4
+
+
+def as_scale(value: Any) -> float:
+    """A softmax_scale of any number type as a float; InvalidProblemError if it is no number, or wants a gradient."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise InvalidProblemError(
+            "softmax_scale requires a gradient, which kernels do not give; multiply q by it and pass softmax_scale=1.0"
+        )
+    return _as_float("softmax_scale", value, "None means 1/sqrt(head_dim)")
+
+
+def as_softcap(value: Any) -> float:
+    """A softcap of any number type as a float; InvalidProblemError if it is no number, or wants a gradient."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise InvalidProblemError("softcap requires a gradient, which kernels do not give; pass it detached")
+    return _as_float("softcap", value, "0.0 means none")
+
+
+def as_flash_attn_softcap(value: Any) -> float:
+    """`as_softcap` as flash-attn means it: what is not above 0 is none."""
+    number = as_softcap(value)
+    return number if number > 0.0 or number != number else 0.0
+
+
+def as_dropout(value: Any) -> float:
+    """A dropout_p of any number type as a float; InvalidProblemError if it is none from 0 to less than 1."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise InvalidProblemError("dropout_p requires a gradient, which kernels do not give; pass it detached")
+    number = _as_float("dropout_p", value, "0.0 means none")
+    check_dropout(number)
+    return number
+
+
+def check_seed(seed: Tensor | None, dropout_p: float, device: torch.device) -> None:
+    """InvalidProblemError for dropout without a seed, a seed without dropout, or one that `draw_seed` does not give."""
+    if (seed is not None) != (dropout_p != 0.0) or (
+        seed is not None and (seed.shape != (1,) or seed.dtype != torch.int64 or seed.device != device)
+    ):
+        raise InvalidProblemError(
+            f"dropout_p={dropout_p} with dropout_seed={seed}: dropout takes both, the seed int64 (1,) on {device} as "
+            "fa_autotune.reference.dropout.draw_seed gives; no dropout takes neither"
+        )
+
+
+def check_dropout(dropout_p: float) -> None:
+    """InvalidProblemError for a share of probabilities that is none, or leaves nothing."""
+    if not 0.0 <= dropout_p < 1.0:
+        raise InvalidProblemError(
+            f"dropout_p={dropout_p} is not from 0 to less than 1: the share of attention weights that become 0; 0.0 "
+            "means none"
+        )
+
+
+def _as_float(name: str, value: Any, off: str) -> float:
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise InvalidProblemError(f"{name}={value!r} is not a number; {off}") from None
+
+
+def as_tf32(runs: int, fp32_precision: Any) -> int:
+    """What runs a call whose float32 products may be in tf32; InvalidProblemError for another precision."""
+    if not (isinstance(fp32_precision, str) and fp32_precision == "tf32"):
+        raise InvalidProblemError(
+            f'fp32_precision={fp32_precision!r} is not "ieee" or "tf32"; leave it out for float32 products in full'
+        )
+    return runs if runs == REFERENCE else runs | TF32
+
+
+def as_extras(
+    q: Tensor, layout: int, alibi_slopes: Any, sinks: Any, attn_mask: Any = None, dropout_seed: Tensor | None = None
+) -> Extras:
+    """Slopes and sinks of each batch and head, a mask and a seed, as kernels take them.
+
+    InvalidProblemError for what is none.
+    """
+    if alibi_slopes is sinks is attn_mask is dropout_seed is None:
+        return ()
+    batch_size, heads = q.shape[0], q.shape[2 if layout == BSHD else 1]
+    return (
+        as_heads_numbers("alibi_slopes", alibi_slopes, q, batch_size, heads, batched=True),
+        as_heads_numbers("sinks", sinks, q, batch_size, heads, batched=False),
+        _as_mask(attn_mask),
+        dropout_seed,
+    )
+
+
+def extra_of(extras: Extras, place: int) -> Tensor | None:
+    """One of a call's extras, None if it has none."""
+    return extras[place] if len(extras) > place else None
+
+
+def _as_mask(mask: Any) -> Tensor | None:
+    """A mask with four axes; what they must be is checked once for each kind of call."""
+    if mask is None:
+        return None
+    check_tensor("attn_mask", mask)
+    if mask.ndim > 4:
+        raise InvalidProblemError(
+            f"attn_mask has shape {tuple(mask.shape)}; it has at most 4 dimensions: batch, heads, seqlen_q, seqlen_k"
+        )
+    shaped: Tensor = mask[(None,) * (4 - mask.ndim)]
+    return shaped
+
+
+def check_mask(mask: Tensor, size: Quad, q: Tensor) -> None:
+    """InvalidProblemError for a mask that is not of a call with scores of that size (batch, heads, queries, keys)."""
+    if mask.ndim != 4 or any(have not in (1, want) for have, want in zip(mask.shape, size, strict=True)):
+        raise InvalidProblemError(
+            f"attn_mask has shape {tuple(mask.shape)}; it broadcasts to {size}: batch, query heads, seqlen_q, seqlen_k "
+            "in either layout; 1 stands for all, and leading dimensions may be left out"
+        )
+    if mask.dtype not in (torch.bool, torch.float32, q.dtype):
+        raise InvalidProblemError(
+            f"attn_mask is {mask.dtype}; it is torch.bool (True: take part), or {q.dtype} as q or torch.float32 and "
+            "added to the scores; cast it"
+        )
+    if mask.device != q.device:
+        raise InvalidProblemError(f"attn_mask is on {mask.device} and q on {q.device}; move one of them")
+
+
+def mask_options(mask: Tensor | None, dtype: torch.dtype) -> dict[str, Any]:
+    """The options of a family of such a dtype whose calls have a mask (batch, heads, rows, keys)."""
+    if mask is None:
+        return {}
+    kind = "bool_mask" if mask.dtype is torch.bool else "bias" if mask.dtype is dtype else "wide_bias"
+    return {kind: True, "loose_mask": is_loose(mask)}
+
+
+def is_loose(mask: Tensor) -> bool:
+    """Whether a mask (batch, heads, rows, keys) can't be read 16 bytes at a time, by its pointer and strides."""
+    *outer, keys = mask.shape
+    *strides, last = mask.stride()
+    itemsize = mask.element_size()
+    apart = [stride for size, stride in zip(outer, strides, strict=True) if size > 1]
+    # One number for all keys is read with a stride of 0.
+    return bool(last != 1 or keys == 1 or mask.data_ptr() % 16 or any(stride * itemsize % 16 for stride in apart))
+
+
+def as_heads_numbers(name: str, tensor: Any, q: Tensor, batch_size: int, heads: int, *, batched: bool) -> Tensor | None:
+    """A number for each head, or (`batched`) of each batch too, as kernels take them: fp32 (batch, heads)."""
+    if tensor is None:
+        return None
+    check_tensor(name, tensor)
+    sizes = [(heads,), *([(batch_size, heads)] if batched else [])]
+    if tuple(tensor.shape) not in sizes:
+        rule = f"({heads},){f' or ({batch_size}, {heads})' if batched else ''}"
+        raise InvalidProblemError(
+            f"{name} has shape {tuple(tensor.shape)}; it is {rule}, a number for each query head"
+            f"{', or each of a batch' if batched else ''}"
+        )
+    if not tensor.is_floating_point():
+        raise InvalidProblemError(f"{name} is {tensor.dtype}, attention takes floating-point numbers; cast it")
+    if tensor.device != q.device:
+        raise InvalidProblemError(f"{name} is on {tensor.device} and q on {q.device}; move one of them")
+    if name == "alibi_slopes" and tensor.requires_grad and torch.is_grad_enabled():
+        raise InvalidProblemError(
+            "alibi_slopes requires a gradient, which kernels do not give; pass alibi_slopes.detach()"
+        )
+    wide: Tensor = tensor.to(torch.float32).expand(batch_size, heads)
+    return wide
+
+
+def check_softcap(softcap: float) -> None:
+    """InvalidProblemError if a softcap is neither 0 nor a positive normal fp32 number."""
+    if softcap != 0.0 and not MIN_SCALE <= softcap <= MAX_SCALE:
+        raise InvalidProblemError(
+            f"softcap={softcap} is not a positive number that float32 holds; 0.0 means none, and any other caps the "
+            "scores at ±softcap"
+        )
+
+
+def check_scale(scale: float) -> None:
+    """InvalidProblemError if a scale is not finite in fp32."""
+    if not abs(scale) <= MAX_SCALE:
+        raise InvalidProblemError(f"softmax_scale={scale} is not finite in float32; None means 1/sqrt(head_dim)")
+
+
+def mask_of(causal: Any, window_size: Any) -> tuple[int, int, int]:
+    """(mask, window_left, window_right) of a call; where causal, a row sees no key after its own."""
+    if type(window_size) is tuple and window_size == (OPEN, OPEN):
+        return BOTTOM_RIGHT if causal else FULL, OPEN, OPEN
+    left, right = as_window(window_size)
+    right = 0 if causal else right
+    if left == OPEN and right in (OPEN, 0):
+        return FULL if right else BOTTOM_RIGHT, OPEN, OPEN
+    return WINDOW, left, right
+
+
+def as_window(value: Any) -> tuple[int, int]:
+    """A window's (left, right) as integers, OPEN where they are negative; InvalidProblemError if they are no two."""
+    try:
+        left, right = (index(side) for side in value)
+    except (TypeError, ValueError):
+        raise InvalidProblemError(
+            f"window_size={value!r} is not (left, right): how many keys a row sees before and after its own, integers, "
+            "-1 for all; leave it out for no window"
+        ) from None
+    return max(left, OPEN), max(right, OPEN)
+
+
+def check_tensor(name: str, tensor: Any) -> None:
+    """InvalidProblemError for what has no dimensions to be read."""
+    if not isinstance(tensor, Tensor):
+        raise InvalidProblemError(f"{name} is a {type(tensor).__name__}, attention takes torch tensors; convert it")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise InvalidProblemError(f"{name} is a sparse or nested tensor, attention takes dense ones; convert it")
+
+
+def check_kinds(q: Any, k: Any, v: Any) -> None:
+    """What must hold before a tensor's dimensions and strides can be read."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, tensor)
+        if tensor.ndim != 4:
+            raise InvalidProblemError(
+                f"{name} has shape {tuple(tensor.shape)}, attention takes 4 dimensions: batch, seqlen, heads, head_dim "
+                '(layout="bhsd": heads before seqlen); add what is missing with unsqueeze'
+            )
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """All rules of q, k and v in (batch, heads, seqlen, head_dim) order; InvalidProblemError names the first broken."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dtype not in DTYPES:
+            known = ", ".join(str(dtype) for dtype in DTYPES)
+            raise InvalidProblemError(f"{name} is {tensor.dtype}, attention takes {known}; cast it")
+        if tensor.device != q.device:
+            raise InvalidProblemError(f"{name} is on {tensor.device} and q on {q.device}; move one of them")
+        if tensor.dtype != q.dtype:
+            raise InvalidProblemError(f"{name} is {tensor.dtype} and q {q.dtype}; cast one of them")
+        if tensor.shape[0] != q.shape[0]:
+            raise InvalidProblemError(f"{name} has batch size {tensor.shape[0]} and q {q.shape[0]}; they must be equal")
+    if q.device.type not in ("cuda", "cpu"):
+        raise UnsupportedError(f"attention runs on cuda and cpu tensors, not on {q.device}")
+    if q.shape[3] != k.shape[3]:
+        raise InvalidProblemError(f"q has head_dim {q.shape[3]} and k {k.shape[3]}; they must be equal")
+    for name, head_dim in (("q", q.shape[3]), ("v", v.shape[3])):
+        if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
+            raise InvalidProblemError(
+                f"{name} has head_dim {head_dim}, kernels serve {MIN_HEAD_DIM} to {MAX_HEAD_DIM}; pad or split it"
+            )
+    if k.shape[1:3] != v.shape[1:3]:
+        raise InvalidProblemError(
+            f"k has {k.shape[1]} heads × {k.shape[2]} keys and v {v.shape[1]} × {v.shape[2]}; they must be equal"
+        )
+    if q.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):
+        raise InvalidProblemError(
+            f"q has {q.shape[1]} heads, which is no multiple of the {k.shape[1]} kv heads: GQA needs whole groups; "
+            'is the layout right? it is "bshd" (batch, seqlen, heads, head_dim) unless layout="bhsd" is given'
+        )

@@ -1,0 +1,1 @@
+"""What is asked: families, shapes, problems and devices, as frozen dataclasses; no torch."""

@@ -1,0 +1,1 @@
+"""Attention in plain torch, which kernels are checked against."""

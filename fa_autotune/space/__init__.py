@@ -1,0 +1,1 @@
+"""What may be tried: configs, knobs, named constraints with reasons, and where a search starts."""

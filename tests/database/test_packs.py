@@ -1,0 +1,260 @@
+"""Packs: what travels between databases, and what no pack can smuggle in."""
+
+import json
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fa_autotune.database import SessionState, TuningDatabase
+from fa_autotune.errors import DatabaseError, InvalidPackError
+from fa_autotune.problem.device import KNOWN_DEVICES
+from fa_autotune.records import (
+    TrialRecord,
+    TrialStatus,
+)
+from kit.tuning_samples import (
+    H200,
+    begin,
+    failed_record,
+    fill,
+    ok_record,
+    write_pack,
+)
+
+
+@pytest.fixture(params=["memory", "file"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TuningDatabase]:
+    with TuningDatabase(":memory:" if request.param == "memory" else tmp_path / "new" / "tuning.db") as opened:
+        yield opened
+
+
+@pytest.fixture
+def pack(tmp_path: Path) -> Path:
+    return write_pack(tmp_path)
+
+
+def records(database: TuningDatabase, **filters: Any) -> list[TrialRecord]:
+    return [trial.record for trial in database.trials(**filters)]
+
+
+def edit(path: Path, *statements: str, unchecked: bool = True) -> None:
+    """Change a file behind our back, past its CHECKs and types."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        if unchecked:
+            connection.execute("PRAGMA ignore_check_constraints = ON")
+        for statement in statements:
+            connection.execute(statement)
+
+
+def scalars(path: Path, statement: str) -> list[Any]:
+    with closing(sqlite3.connect(path)) as connection:
+        return [row[0] for row in connection.execute(statement)]
+
+
+class TestExchange:
+    def test_importing_twice_changes_nothing(self, database: TuningDatabase, pack: Path) -> None:
+        assert database.import_pack(pack).trials == 2
+        before = database.export_json(winners_only=False)
+        assert not database.import_pack(pack).changed
+        assert database.export_json(winners_only=False) == before
+
+    def test_a_pack_holds_the_winner_and_whom_it_beat(self, pack: Path) -> None:
+        with TuningDatabase(pack, read_only=True) as database:
+            assert {record.candidate.config.BLOCK_M for record in records(database)} == {32, 64}
+            assert [winner.candidate.config.BLOCK_M for winner in database.winners()] == [64]
+
+    def test_a_pack_says_nothing_of_the_machine(self, pack: Path) -> None:
+        found = scalars(pack, "SELECT coalesce(host, pid, process_start, arguments) FROM sessions")
+        assert found == ["{}"]
+
+    def test_a_pack_is_one_file_in_delete_mode(self, pack: Path) -> None:
+        assert scalars(pack, "PRAGMA journal_mode") == ["delete"]
+        assert [path.name for path in pack.parent.iterdir()] == [pack.name]
+
+    def test_a_full_export_holds_every_trial(self, database: TuningDatabase, tmp_path: Path) -> None:
+        fill(database)
+        assert database.export(tmp_path / "all.db", winners_only=False) == 5
+        with TuningDatabase(tmp_path / "all.db", read_only=True) as copy:
+            assert copy.export_json(winners_only=False) == database.export_json(winners_only=False)
+
+    def test_a_full_export_keeps_which_session_began_which(self, database: TuningDatabase, tmp_path: Path) -> None:
+        fill(database)
+        database.export(tmp_path / "all.db", winners_only=False)
+        parents = "SELECT parents.kind FROM sessions JOIN sessions AS parents ON parents.id = sessions.parent_id"
+        assert scalars(tmp_path / "all.db", parents) == ["tune"]
+
+    def test_an_export_of_one_device_holds_no_other(self, database: TuningDatabase, tmp_path: Path) -> None:
+        for device in (H200, KNOWN_DEVICES["a100"]):
+            fill(database, device=device)
+        database.export(tmp_path / "a100.db", device=KNOWN_DEVICES["a100"])
+        assert scalars(tmp_path / "a100.db", "SELECT name FROM devices") == [KNOWN_DEVICES["a100"].name]
+
+    def test_a_pack_replaces_an_older_pack(self, database: TuningDatabase, pack: Path) -> None:
+        database.export(pack)
+        assert scalars(pack, "SELECT count(*) FROM trials") == [0]
+
+    def test_a_pack_never_replaces_a_database_in_use(self, tmp_path: Path) -> None:
+        with TuningDatabase(tmp_path / "tuning.db") as database:
+            fill(database)
+            with pytest.raises(DatabaseError, match="in use"):
+                database.export(tmp_path / "tuning.db")
+            assert len(database.trials()) == 5
+
+    def test_a_pack_never_replaces_a_file_of_others(self, database: TuningDatabase, tmp_path: Path) -> None:
+        (tmp_path / "thesis.txt").write_text("my thesis")
+        with pytest.raises(DatabaseError, match="not a pack"):
+            database.export(tmp_path / "thesis.txt")
+        assert (tmp_path / "thesis.txt").read_text() == "my thesis"
+
+    def test_the_later_of_two_trials_stays_whatever_the_order_of_imports(self, tmp_path: Path) -> None:
+        paths = [tmp_path / "early.db", tmp_path / "late.db"]
+        for path, status in zip(paths, (TrialStatus.TIMED_OUT, TrialStatus.CRASHED), strict=True):
+            with TuningDatabase(path) as source:
+                source.save_trial(begin(source), failed_record(status))
+        for order in (paths, paths[::-1]):
+            with TuningDatabase(":memory:") as target:
+                for path in order:
+                    target.import_pack(path)
+                assert [record.status for record in records(target)] == [TrialStatus.CRASHED]
+
+    def test_a_running_session_arrives_as_interrupted_and_is_finished_by_a_later_import(self, tmp_path: Path) -> None:
+        with TuningDatabase(tmp_path / "a.db") as source, TuningDatabase(tmp_path / "b.db") as target:
+            session = begin(source)
+            source.save_trial(session, ok_record())
+            target.import_pack(tmp_path / "a.db")
+            states = [scalars(tmp_path / "b.db", "SELECT state FROM sessions")]
+            source.end_session(session, state=SessionState.FINISHED)
+            target.import_pack(tmp_path / "a.db")
+            states += [scalars(tmp_path / "b.db", "SELECT state FROM sessions")]
+        assert states == [["interrupted"], ["finished"]]
+
+    def test_a_database_is_not_imported_into_itself(self, tmp_path: Path) -> None:
+        with TuningDatabase(tmp_path / "a.db") as database, pytest.raises(DatabaseError, match="the database itself"):
+            database.import_pack(tmp_path / "a.db")
+
+    def test_the_text_of_equal_contents_is_equal(self, database: TuningDatabase, pack: Path) -> None:
+        fill(database)
+        with TuningDatabase(pack, read_only=True) as other:
+            texts = [json.loads(source.export_json())["winners"] for source in (database, other)]
+        for winners in texts:
+            winners[0].pop("confirmed_at")
+        assert texts[0] == texts[1]
+
+
+def rewrite_schema(table: str, old: str, new: str) -> Callable[[Path], None]:
+    """Change a table's definition in place, as only an attacker would."""
+
+    def change(path: Path) -> None:
+        edit(
+            path,
+            "PRAGMA writable_schema = ON",
+            f"UPDATE sqlite_master SET sql = replace(sql, '{old}', '{new}') WHERE name = '{table}'",
+        )
+
+    return change
+
+
+def set_to(table: str, column: str, value: str) -> Callable[[Path], None]:
+    return lambda path: edit(path, f"UPDATE {table} SET {column} = {value}")
+
+
+def loosely(table: str, column: str, value: str) -> Callable[[Path], None]:
+    """Set a value of the wrong type, in a table that is no longer strict."""
+
+    def change(path: Path) -> None:
+        rewrite_schema(table, "STRICT", "")(path)
+        set_to(table, column, value)(path)
+
+    return change
+
+
+def replaced_by_view(path: Path) -> None:
+    edit(
+        path,
+        *(f"DROP VIEW {view}" for view in ("winners", "leaderboard", "rejections")),
+        "ALTER TABLE toolchains RENAME TO hidden",
+        "CREATE VIEW toolchains AS SELECT * FROM hidden",
+    )
+
+
+HOSTILE: dict[str, Callable[[Path], None]] = {
+    "config with another entry": set_to("kernels", "config", """replace(config, '"BLOCK_M"', '"A":1,"BLOCK_M"')"""),
+    "config that is code": set_to("kernels", "config", "'{{ 7 * 7 }}'"),
+    "config with text for a number": set_to("kernels", "config", """replace(config, ':64', ':"{{x}}"')"""),
+    "config out of its domain": set_to("kernels", "config", "replace(config, ':64', ':4096')"),
+    "config not in canonical form": set_to("kernels", "config", "config || ' '"),
+    "config of another variant": set_to("kernels", "variant", "'tma'"),
+    "config nested without end": set_to("kernels", "config", "replace(hex(zeroblob(1500)), '00', '[')"),
+    "unknown variant": set_to("kernels", "variant", "'__import__'"),
+    "digest that is a path": set_to("kernels", "digest", "'../' || digest"),
+    "arch of another device": set_to("kernels", "arch", "'sm_80'"),
+    "arch that is none": set_to("devices", "arch", "'sm_90; rm'"),
+    "fingerprint of another device": set_to("devices", "fingerprint", "'sm_90/1sm/1KB/1MB/1GB'"),
+    "name that steers a terminal": set_to("devices", "name", "char(27) || '[2J'"),
+    "huge name": set_to("devices", "name", "hex(zeroblob(300000))"),
+    "value past SQLite's limit": set_to("devices", "name", "hex(zeroblob(1000000))"),
+    "text that is no UTF-8": set_to("devices", "name", "CAST(x'ff80' AS TEXT)"),
+    "problem of unknown schema": set_to("problems", "key", """replace(key, '"schema":1', '"schema":9')"""),
+    "problem with huge lengths": set_to("problems", "key", """replace(key, '4096', '99999999999999999999')"""),
+    "problem of another family": set_to("problems", "key", "replace(key, 'bfloat16', 'float16')"),
+    "unknown status": set_to("trials", "status", "'great'"),
+    "status without measurement": lambda path: edit(path, "DELETE FROM measurements"),
+    "infinite time": set_to("measurements", "median_ms", "9e999"),
+    "negative time": set_to("measurements", "median_ms", "-1.0"),
+    "time from the future": set_to("measurements", "measured_at", "'2999-01-01T00:00:00.000000Z'"),
+    "time in another form": set_to("sessions", "started_at", "'zzzz'"),
+    "trial of no kernel": set_to("trials", "kernel_id", "kernel_id + 90"),
+    "session of no device": set_to("sessions", "device_id", "99"),
+    "text for a number": loosely("devices", "num_sms", "'many'"),
+    "blob for text": loosely("devices", "name", "x'00ff'"),
+    "null where none may be": lambda path: (
+        rewrite_schema("trials", "ended_at TEXT NOT NULL", "ended_at TEXT")(path),
+        set_to("trials", "ended_at", "NULL")(path),
+    )[0],
+    "arguments that are no object": set_to("sessions", "arguments", "'[1]'"),
+    "view in place of a table": replaced_by_view,
+    "column that computes": rewrite_schema(
+        "devices", "name TEXT NOT NULL", "name TEXT GENERATED ALWAYS AS (hex(randomblob(9))) VIRTUAL"
+    ),
+    "column that is missing": rewrite_schema("trials", "error TEXT", "err TEXT"),
+    "table that is missing": lambda path: edit(
+        path, "DROP VIEW leaderboard", "DROP VIEW winners", "PRAGMA foreign_keys = OFF", "DROP TABLE measurements"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_pack_is_refused_whole(name: str, pack: Path) -> None:
+    HOSTILE[name](pack)
+    with TuningDatabase(":memory:") as database:
+        with pytest.raises(DatabaseError, match=r"source you trust|damaged") as caught:
+            database.import_pack(pack)
+        assert set(database.info().counts.values()) == {0}
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1500
+
+
+def test_a_refusal_names_table_row_and_rule(pack: Path) -> None:
+    edit(pack, "UPDATE measurements SET launches = 0 WHERE id = 2")
+    with (
+        TuningDatabase(":memory:") as database,
+        pytest.raises(InvalidPackError, match=r"measurements row 2: launches=0 is not an integer from 1"),
+    ):
+        database.import_pack(pack)
+
+
+def test_a_packs_views_and_triggers_are_never_run(pack: Path) -> None:
+    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) AS trial_id FROM n"
+    edit(
+        pack,
+        "DROP VIEW winners",
+        f"CREATE VIEW winners AS {endless}",
+        "CREATE TRIGGER gone AFTER INSERT ON trials BEGIN DELETE FROM trials; END",
+    )
+    with TuningDatabase(pack, read_only=True) as source, TuningDatabase(":memory:") as database:
+        database.import_pack(pack)
+        assert len(database.winners()) == len(source.winners()) == 1

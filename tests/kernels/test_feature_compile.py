@@ -1,0 +1,104 @@
+"""Kernels with features compile for the archs that they are written for, and pass the gates there."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import triton
+
+from fa_autotune.kernels.compiler import CompilePool, CompileResult
+from fa_autotune.kernels.gates import CompileRequest
+from fa_autotune.kernels.modules import write_module
+from fa_autotune.kernels.render import render
+from fa_autotune.problem.device import KNOWN_DEVICES
+from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass
+from fa_autotune.records import TrialStatus
+from fa_autotune.space.candidate import Candidate, Variant
+from fa_autotune.space.registry import compile_form, supported_variants, variant_spec
+from fa_autotune.space.seeds import default_config, seed_configs
+from kit.feature_families import FEATURES, TILED, make_family
+from kit.strategies import PLAIN_VARIANTS
+
+pytestmark = pytest.mark.kernel
+
+ARCHS = ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
+# The others compile where slow tests are asked for.
+QUICK = {("sm_80", "window softcap"), ("sm_90", "window"), ("sm_90", "window alibi sinks")}
+WIDE = ("sm_90", "sm_100")  # whose backward through descriptors takes what they have
+H200 = KNOWN_DEVICES["h200"]
+TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+Compile = Callable[[Sequence[Candidate], str], list[CompileResult]]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
+    """Compile candidates side by side, in the shared memory that a default may take on an arch."""
+    folder = tmp_path_factory.mktemp("kernels")
+
+    def limit(candidate: Candidate, arch: str) -> int:
+        takes_all = candidate.variant is Variant.HOPPER_WS or candidate.family.kernel_pass is not Pass.FWD
+        return H200.smem_optin_bytes if arch in WIDE and takes_all else 64 * 1024
+
+    with CompilePool(2, deadline_s=240.0) as pool:
+
+        def compile_all(candidates: Sequence[Candidate], arch: str) -> list[CompileResult]:
+            requests = [
+                CompileRequest(
+                    module_path=write_module(render(candidate), folder),
+                    arch=arch,
+                    form=compile_form(candidate.family),
+                    variant=candidate.variant,
+                    smem_limit_bytes=limit(candidate, arch),
+                )
+                for candidate in candidates
+            ]
+            return [future.result() for future in map(pool.submit, requests)]
+
+        yield compile_all
+
+
+def families_of(features: str, arch: str) -> list[AttentionFamily]:
+    dtype = DType.FLOAT16 if arch == "sm_75" else DType.BFLOAT16  # Turing multiplies no bfloat16
+    return [
+        make_family(kernel_pass, features, dtype, head_dim, access=access)
+        for kernel_pass in TILED
+        for head_dim, access in ((64, Access.TMA), (128, Access.TMA), (64, Access.ANY))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arch", "features"),
+    [
+        pair if pair in QUICK else pytest.param(*pair, marks=pytest.mark.slow)
+        for pair in ((arch, features) for arch in ARCHS for features in FEATURES)
+    ],
+)
+def test_defaults_compile_and_pass_all_gates(arch: str, features: str, compiled: Compile) -> None:
+    candidates = [
+        Candidate(family=family, variant=spec.variant, config=default_config(spec, family, arch))
+        for family in families_of(features, arch)
+        for spec in supported_variants(family, arch, TRITON_VERSION)  # type: ignore[arg-type]
+    ]
+    failed = {
+        f"{candidate.family.label} {candidate.variant}": (result.status.value, result.gate, result.error)
+        for candidate, result in zip(candidates, compiled(candidates, arch), strict=True)
+        if result.status is not TrialStatus.OK
+    }
+    assert failed == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("variant", PLAIN_VARIANTS)
+@pytest.mark.parametrize("kernel_pass", TILED)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_seeds_for_hopper_keep_its_products_asynchronous(
+    head_dim: int, kernel_pass: Pass, variant: Variant, features: str, compiled: Compile
+) -> None:
+    """And two at least pass all gates, so that a search has a start."""
+    family, spec = make_family(kernel_pass, features, head_dim=head_dim), variant_spec(kernel_pass, variant)
+    seeds = [
+        Candidate(family=family, variant=variant, config=config) for config in seed_configs(spec, family, H200.arch)
+    ]
+    gates = [result.gate for result in compiled(seeds, H200.arch)]
+    assert "wgmma_serialized" not in gates
+    assert gates.count(None) >= 2, gates

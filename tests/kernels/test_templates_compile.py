@@ -1,0 +1,142 @@
+"""Every template compiles for every arch that its variant supports, and passes the gates there."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+
+import pytest
+import triton
+
+from fa_autotune.kernels.compiler import CompileResult
+from fa_autotune.problem.device import KNOWN_DEVICES
+from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass
+from fa_autotune.records import TrialStatus
+from fa_autotune.space.candidate import Candidate, Variant
+from fa_autotune.space.registry import VARIANTS, VariantSpec, supported_variants, variant_spec
+from fa_autotune.space.seeds import default_config, seed_configs
+from kit.compile_candidates import compiling
+
+pytestmark = pytest.mark.kernel
+
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
+LIKE_SM_80 = ("sm_86", "sm_89")  # the same code but for the arch's name
+SMALLEST_SMEM_BYTES = 64 * 1024  # a default must fit it anywhere
+H200 = KNOWN_DEVICES["h200"]
+TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+FORWARD_VARIANTS = [spec.variant for spec in VARIANTS if spec.kernel_pass is Pass.FWD]
+Compile = Callable[[Sequence[Candidate], str, int], list[CompileResult]]
+
+
+def make_family(
+    head_dim: int,
+    head_dim_v: int | None = None,
+    *,
+    causal: bool = False,
+    dtype: DType = DType.BFLOAT16,
+    access: Access = Access.TMA,
+) -> AttentionFamily:
+    return AttentionFamily(
+        dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v or head_dim, bounded_right=causal, access=access
+    )
+
+
+def make_families(arch: str) -> list[AttentionFamily]:
+    dtype = DType.FLOAT16 if arch == "sm_75" else DType.BFLOAT16  # Turing multiplies no bfloat16
+    families = [
+        make_family(64, causal=True, dtype=dtype),
+        make_family(256, causal=True, dtype=dtype),
+        make_family(64, dtype=dtype, access=Access.ANY),
+    ]
+    if arch in LIKE_SM_80:
+        return families
+    return [
+        *families,
+        make_family(128, dtype=dtype),
+        make_family(96, causal=True, dtype=dtype),
+        make_family(192, 128, causal=True, dtype=dtype),
+    ]
+
+
+def variants_of(family: AttentionFamily, arch: str) -> list[VariantSpec]:
+    return supported_variants(family, arch, TRITON_VERSION)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
+    with compiling(tmp_path_factory) as compile_all:
+        yield compile_all
+
+
+@pytest.mark.parametrize(
+    "arch", [pytest.param(arch, marks=pytest.mark.slow) if arch in LIKE_SM_80 else arch for arch in ARCHS]
+)
+def test_defaults_compile_and_pass_all_gates_in_64_kb(arch: str, compiled: Compile) -> None:
+    candidates = [
+        Candidate(family=family, variant=spec.variant, config=default_config(spec, family, arch))
+        for family in make_families(arch)
+        for spec in variants_of(family, arch)
+    ]
+    hopper = [candidate for candidate in candidates if candidate.variant.is_gluon]  # for what sm_90 has
+    others = [candidate for candidate in candidates if not candidate.variant.is_gluon]
+    results = [*compiled(hopper, arch, H200.smem_optin_bytes), *compiled(others, arch, SMALLEST_SMEM_BYTES)]
+    failed = {
+        f"{candidate.family.label} {candidate.variant}": (result.status.value, result.gate, result.error)
+        for candidate, result in zip([*hopper, *others], results, strict=True)
+        if result.status is not TrialStatus.OK
+    }
+    assert failed == {}
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "gfx942"])
+def test_the_fp32_default_compiles_and_passes_all_gates(arch: str, compiled: Compile) -> None:
+    family = make_family(64, causal=True, dtype=DType.FLOAT32)
+    config = default_config(variant_spec(Pass.FWD, Variant.PORTABLE), family, arch)
+    candidate = Candidate(family=family, variant=Variant.PORTABLE, config=config)
+    (result,) = compiled([candidate], arch, SMALLEST_SMEM_BYTES)
+    assert (result.status, result.error) == (TrialStatus.OK, None)
+
+
+def test_the_archs_have_the_variants_that_are_written_for_them() -> None:
+    """So that a variant which supports nothing could not pass the tests above."""
+    family = make_family(64, dtype=DType.FLOAT16)
+    serving = {
+        variant: {arch for arch in ARCHS if variant in {spec.variant for spec in variants_of(family, arch)}}
+        for variant in FORWARD_VARIANTS
+    }
+    assert serving == {
+        Variant.PORTABLE: set(ARCHS),
+        Variant.TMA: {"sm_90", "sm_100", "sm_120"},
+        Variant.HOPPER_WS: {"sm_90"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("variant", "causal", "head_dim"),
+    [
+        pytest.param(variant, causal, head_dim, marks=[pytest.mark.slow] if (head_dim == 64) == causal else [])
+        for variant, causal, head_dim in product(FORWARD_VARIANTS, (False, True), (64, 128))
+    ],
+)
+def test_seeds_for_hopper_give_the_search_a_start(
+    variant: Variant, causal: bool, head_dim: int, compiled: Compile
+) -> None:
+    """Three at least pass all gates, among them that the assembler leaves wgmma asynchronous."""
+    family, spec = make_family(head_dim, causal=causal), variant_spec(Pass.FWD, variant)
+    seeds = [
+        Candidate(family=family, variant=variant, config=config) for config in seed_configs(spec, family, H200.arch)
+    ]
+    results = compiled(seeds, H200.arch, H200.smem_optin_bytes)
+    assert sum(result.status is TrialStatus.OK for result in results) >= 3, [result.gate for result in results]
+
+
+@pytest.mark.parametrize("variant", FORWARD_VARIANTS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_ragged_full_kernel_keeps_hoppers_products_asynchronous(
+    head_dim: int, variant: Variant, compiled: Compile
+) -> None:
+    """A loop over the ragged keys that runs at most once, provably, made the assembler serialize all of them."""
+    family, spec = make_family(head_dim), variant_spec(Pass.FWD, variant)
+    seeds = [
+        Candidate(family=family, variant=variant, config=config) for config in seed_configs(spec, family, H200.arch)
+    ]
+    results = compiled(seeds, H200.arch, H200.smem_optin_bytes)
+    assert "wgmma_serialized" not in {result.gate for result in results}

@@ -1,0 +1,1 @@
+"""What tests share: calls, strategies, fakes, recorded sweeps, an emulator; imported as `kit.<subject>`."""
