@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fa_autotune.errors import LaunchError
-from fa_autotune.kernels import fast_launch as bound_launch
-from fa_autotune.kernels import scratch
+from fa_autotune.kernels import fast_launch, scratch
 from fa_autotune.kernels.fast_launch import bind
 from fa_autotune.kernels.loaded import load_kernel
 from fa_autotune.paths import interpreting
@@ -23,14 +22,26 @@ from fa_autotune.reference.attention import seeded_inputs
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import variant_spec
 from fa_autotune.space.seeds import default_config
+from kit.launchers import (
+    FIXED,
+    INDEX,
+    STREAM,
+    Descriptor,
+    FlatLauncher,
+    Launcher,
+    NestedLauncher,
+    ScratchLauncher,
+    compiled_with,
+    encoded,
+    sample_tensor,
+    wrapped,
+)
 from kit.strategies import PLAIN_VARIANTS
-
-INDEX, STREAM = 3, 77
 
 
 @pytest.fixture(autouse=True)
 def no_gpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bound_launch, "bind_thread", lambda index: None)
+    monkeypatch.setattr(fast_launch, "bind_thread", lambda index: None)
 
 
 # --- in the interpreter -----------------------------------------------------------------------------------------------
@@ -39,7 +50,7 @@ def no_gpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.kernel
 @pytest.mark.skipif(not interpreting(), reason="needs TRITON_INTERPRET=1: on a GPU, test_gpu_backward.py runs launches")
 @pytest.mark.parametrize("variant", PLAIN_VARIANTS)
-def test_a_bound_launch_runs_on_other_tensors_than_it_was_bound_with(variant: Variant) -> None:
+def test_a_fast_launch_runs_on_other_tensors_than_it_was_bound_with(variant: Variant) -> None:
     family = AttentionFamily(dtype=DType.BFLOAT16, head_dim=32, head_dim_v=32, bounded_right=True)
     shape = AttentionShape(batch_size=1, num_q_heads=2, num_kv_heads=1, seqlen_q=20, seqlen_k=30)
     config = default_config(variant_spec(family.kernel_pass, variant), family, "sm_90")
@@ -68,67 +79,6 @@ def test_a_grid_that_no_launch_takes_is_refused_when_it_is_bound(monkeypatch: py
 # --- on a pretended GPU -----------------------------------------------------------------------------------------------
 
 
-class Descriptor:
-    """What a module's arguments() makes for a kernel that reads through descriptors."""
-
-    def __init__(self, base: Tensor) -> None:
-        self.base = base
-        self.shape, self.strides, self.block_shape = list(base.shape), list(base.stride()), [16, 16]
-
-
-class Launcher:
-    """A launcher that is not known: it hands its arguments to `launch`."""
-
-    def __init__(self, launch: Callable[..., None]) -> None:
-        self.launch = launch
-
-    def __call__(self, *arguments: Any) -> None:
-        self.launch(*arguments)
-
-
-class FlatLauncher(Launcher):
-    """Triton 3.6's: adds what it knows of the kernel, and hands on one by one."""
-
-    global_scratch_size = profile_scratch_size = 0
-
-    def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
-        self.launch(x, y, z, stream, function, "cooperative", None, *rest)
-
-
-class NestedLauncher(FlatLauncher):
-    """Triton 3.7's: the kernel's own arguments come in one sequence."""
-
-    def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
-        self.launch(x, y, z, stream, function, "cooperative", *rest[:4], "signature", rest[4:])
-
-
-class ScratchLauncher(FlatLauncher):
-    """One whose kernel wants memory of its own at each launch, which only the launcher can give."""
-
-    global_scratch_size = 64
-
-
-def make_tensordesc_arg(descriptor: Any, layout: Any) -> list[Any]:
-    encoded.append(descriptor.base.data_ptr())
-    return [("map", descriptor.base.data_ptr(), layout), *descriptor.shape, *descriptor.strides]
-
-
-encoded: list[int] = []
-
-
-def wrapped(launcher: Callable[..., None], tensordesc_meta: list[Any], fixed: int = 9) -> Callable[..., None]:
-    """As Triton wraps the launcher of a kernel with descriptors."""
-
-    def inner(*arguments: Any) -> None:
-        final: list[Any] = []
-        layouts = iter(tensordesc_meta)
-        for argument in arguments[fixed:]:
-            final += make_tensordesc_arg(argument, next(layouts)) if hasattr(argument, "base") else [argument]
-        launcher(*arguments[:fixed], *final)
-
-    return inner
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A pretended GPU, and what is launched on it."""
@@ -142,20 +92,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def on_gpu(
     gpu: SimpleNamespace, run: Any, *arguments: Any, tensors: tuple[Tensor, ...], counter: int | None = None
 ) -> Callable[..., None]:
-    compiled = SimpleNamespace(run=run, function="function", packed_metadata="metadata")
-    sample = SimpleNamespace(device=torch.device("cuda", INDEX), data_ptr=lambda: 4096)
-    launch = bound_launch._on_gpu(
-        compiled,
-        bound_launch._Arguments(arguments, tensors),
+    return fast_launch._on_gpu(
+        compiled_with(run),
+        fast_launch._Arguments(arguments, tensors),
         (5, 1, 1),
-        sample,
+        sample_tensor(),
         lambda *x: gpu.public.append(x),
         counter,
     )
-    return launch
-
-
-FIXED = (5, 1, 1, STREAM + INDEX, "function", "metadata", None, None, None)
 
 
 def test_a_launch_hands_over_addresses_and_the_bound_numbers(gpu: SimpleNamespace) -> None:
@@ -213,24 +157,6 @@ def test_a_descriptor_is_encoded_once_for_each_address(gpu: SimpleNamespace) -> 
     assert encoded == [q.data_ptr(), k.data_ptr()] * 2
     launch(out, k, q)
     assert encoded[4:] == [out.data_ptr()]
-
-
-def test_a_stream_of_addresses_does_not_fill_memory(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bound_launch, "MAX_REMEMBERED_ADDRESSES", 2)
-    tensors = [torch.ones(2) for _ in range(5)]
-    run = Launcher(wrapped(lambda *arguments: gpu.launched.append(arguments), ["layout"]))
-    launch = on_gpu(gpu, run, Descriptor(tensors[0]), tensors=(tensors[0],))
-    for tensor in tensors:
-        launch(tensor)
-    assert [arguments[9][1] for arguments in gpu.launched] == [tensor.data_ptr() for tensor in tensors]
-
-
-@pytest.mark.parametrize("launch", [None, print, lambda *arguments: None], ids=["none", "builtin", "another wrapper"])
-def test_a_launcher_that_is_not_known_is_left_alone(launch: Any, gpu: SimpleNamespace) -> None:
-    q = torch.ones(2, 3)
-    bound = on_gpu(gpu, Launcher(launch), Descriptor(q), tensors=(q,))
-    bound(q)
-    assert (len(gpu.public), gpu.launched) == (1, [])
 
 
 class Scratch:
@@ -323,41 +249,3 @@ def test_the_public_way_asks_for_a_counter_at_each_launch_and_none_when_it_is_bo
     launch(other)
     assert [arguments[0] for arguments in kernel.ran] == [q, other]
     assert [arguments[1:] for arguments in kernel.ran] == [[0.5, piece] for piece in kernel.pieces]
-
-
-def test_the_launcher_of_this_triton_is_known() -> None:
-    """A wrapper made by Triton itself, so that a new release that changes it is noticed."""
-    from triton.backends.nvidia import driver
-
-    def raw(*arguments: Any) -> None: ...
-
-    signature = {0: "tensordesc<bf16[1, 1, 64, 64]>", 1: "fp32"}
-    opened = bound_launch._opened(Launcher(driver.wrap_handle_tensordesc(raw, signature, ["layout"])))
-    assert opened is not None
-    launcher, encode, layouts = opened
-    assert launcher.launch is raw
-    assert encode is driver.make_tensordesc_arg
-    assert layouts == ["layout"]
-
-
-def test_a_thread_without_a_context_is_given_one_when_a_descriptor_is_encoded(
-    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[int] = []
-    in_fresh_thread = False
-    plainly = make_tensordesc_arg
-
-    def encode(descriptor: Any, layout: Any) -> list[Any]:
-        if in_fresh_thread and not given:
-            raise RuntimeError("Failed to create tensor map descriptor: invalid device context")
-        return plainly(descriptor, layout)
-
-    monkeypatch.setitem(globals(), "make_tensordesc_arg", encode)
-    monkeypatch.setattr(bound_launch, "make_context_current", given.append)
-    q, other = torch.ones(2), torch.ones(2)
-    run = Launcher(wrapped(lambda *arguments: gpu.launched.append(arguments), ["layout"]))
-    launch = on_gpu(gpu, run, Descriptor(q), tensors=(q,))
-    in_fresh_thread = True
-    launch(other)
-    assert given == [INDEX]
-    assert gpu.launched[0][9][1] == other.data_ptr()

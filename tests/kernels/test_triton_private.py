@@ -1,0 +1,278 @@
+"""Triton's private parts: known forms are used, and of an unknown one nothing but the public way."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fa_autotune.kernels import triton_private
+from fa_autotune.kernels.triton_private import FastPath, LaunchForm, fast_path, launch_form
+from kit.launchers import (
+    FIXED,
+    INDEX,
+    STREAM,
+    Descriptor,
+    FlatLauncher,
+    Launcher,
+    NestedLauncher,
+    ScratchLauncher,
+    compiled_with,
+    encoded,
+    sample_tensor,
+    wrapped,
+)
+
+
+@pytest.fixture(autouse=True)
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM + index, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    encoded.clear()
+
+
+def path_of(run: Any, *values: Any) -> FastPath | None:
+    """The way to launch a kernel with these arguments, the None and the descriptors of which are tensors 0, 1, ..."""
+    tensors = [position for position, value in enumerate(values) if value is None or hasattr(value, "block_shape")]
+    numbers = {position: number for number, position in enumerate(tensors)}
+    pointers = {position: number for position, number in numbers.items() if values[position] is None}
+    descriptors = {position: number for position, number in numbers.items() if position not in pointers}
+    return fast_path(compiled_with(run), values, pointers, descriptors, sample_tensor())
+
+
+def launch(path: FastPath, *tensors: Tensor) -> None:
+    head, values = path.head.copy(), path.template.copy()
+    head[path.stream_place], head[path.programs_place] = path.stream_of(INDEX), FIXED[0]
+    for place, number, known, encode in path.fillers:
+        address = tensors[number].data_ptr()
+        values[place] = (known or {}).get(address) or encode(address)
+    path.function(*head, *(values if path.is_flat else [values]))
+
+
+class Recorder(list[tuple[Any, ...]]):
+    """A C function that keeps what it is handed, a kernel's arguments one by one."""
+
+    def __call__(self, *arguments: Any) -> None:
+        *fixed, last = arguments
+        self.append((*fixed, *last) if isinstance(last, (list, tuple)) else arguments)
+
+
+class OtherOrder(FlatLauncher):
+    """A launcher whose stream does not come where it is handed over."""
+
+    def __call__(self, stream: int, x: int, y: int, z: int, *rest: Any) -> None:  # type: ignore[override]
+        self.launch(x, y, z, stream, *rest)
+
+
+class LongerHead(FlatLauncher):
+    """A launcher that takes one thing more before a kernel's arguments."""
+
+    def __call__(self, x: int, y: int, z: int, s: int, f: Any, a: Any, b: Any, c: Any, d: Any, e: Any, *r: Any) -> None:
+        self.launch(x, y, z, s, f, a, b, c, d, e, *r)
+
+
+class OneArgument(FlatLauncher):
+    """A launcher that takes a kernel's arguments as one."""
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: Any, arguments: Any) -> None:  # type: ignore[override]
+        self.launch(x, y, z, stream, function, arguments)
+
+
+class Asking(FlatLauncher):
+    """A launcher that can't do without a keyword."""
+
+    def __call__(self, *arguments: Any, cluster: Any) -> None:
+        self.launch(*arguments, cluster)
+
+
+class Merging(FlatLauncher):
+    """A launcher that hands a kernel's arguments on in a form that is not known."""
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
+        self.launch({"grid": (x, y, z), "stream": stream, "function": function}, rest)
+
+
+class TestALauncher:
+    @pytest.mark.parametrize(
+        ("kind", "form"),
+        [
+            (FlatLauncher, LaunchForm.ONE_BY_ONE),
+            (NestedLauncher, LaunchForm.SEQUENCE),
+            (ScratchLauncher, LaunchForm.LAUNCHER),
+            (Launcher, LaunchForm.LAUNCHER),
+            (Merging, LaunchForm.LAUNCHER),
+        ],
+    )
+    def test_of_a_known_form_is_gone_past_as_far_as_it_is_known(self, kind: type[Launcher], form: LaunchForm) -> None:
+        launched = Recorder()
+        run = kind(launched)
+        path = path_of(run, None, 0.5, None, 7)
+        assert path is not None
+        assert (path.form, launch_form(compiled_with(run), has_descriptors=False)) == (form, form)
+        assert launched == []  # nothing runs while its form is looked at
+        q, out = torch.ones(2), torch.ones(2)
+        launch(path, q, out)
+        run(*FIXED, q.data_ptr(), 0.5, out.data_ptr(), 7)  # what Triton's own way hands over
+        assert launched[0] == launched[1]
+
+    @pytest.mark.parametrize("kind", [OtherOrder, LongerHead, OneArgument, Asking])
+    def test_that_takes_something_else_is_not_called(self, kind: type[Launcher]) -> None:
+        launched = Recorder()
+        assert path_of(kind(launched), None, 0.5) is None
+        assert launch_form(compiled_with(kind(launched)), has_descriptors=False) is LaunchForm.PUBLIC
+        assert launched == []
+
+    @pytest.mark.parametrize("missing", ["run", "function"])
+    def test_is_not_looked_for_where_triton_keeps_it_elsewhere(self, missing: str) -> None:
+        compiled = compiled_with(FlatLauncher(Recorder()))
+        delattr(compiled, missing)
+        assert fast_path(compiled, [None], {0: 0}, {}, sample_tensor()) is None
+        assert launch_form(compiled, has_descriptors=False) is LaunchForm.PUBLIC
+
+    @pytest.mark.parametrize("missing", ["launch_enter_hook", "launch_exit_hook"])
+    def test_is_not_gone_past_where_profilers_could_not_be_served(
+        self, missing: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import triton
+
+        settings = SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
+        delattr(settings, missing)
+        monkeypatch.setattr(triton.knobs, "runtime", settings)
+        run = FlatLauncher(Recorder())
+        assert path_of(run, None) is None
+        assert launch_form(compiled_with(run), has_descriptors=False) is LaunchForm.PUBLIC
+
+    def test_is_given_the_current_stream_also_by_a_torch_that_hides_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream")
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=100 + index))
+        path = path_of(FlatLauncher(Recorder()), None)
+        assert path is not None
+        assert path.stream_of(INDEX) == 100 + INDEX
+
+
+@pytest.mark.parametrize(
+    ("hook", "is_seen"),
+    [
+        (None, False),
+        (lambda metadata: None, True),
+        (SimpleNamespace(calls=[]), False),
+        (SimpleNamespace(calls=[1]), True),
+    ],
+    ids=["none", "a function", "an empty chain", "a chain"],
+)
+@pytest.mark.parametrize("place", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_profilers_hook_is_seen(place: str, hook: Any, is_seen: bool) -> None:
+    hooks = SimpleNamespace(**{"launch_enter_hook": None, "launch_exit_hook": None, place: hook})
+    assert triton_private.is_hooked(hooks) is is_seen
+
+
+def handed_to_wrapper(launcher: Callable[..., None], tensordesc_meta: list[Any]) -> Callable[..., None]:
+    """As Triton 3.8 and 3.9 wrap it: the encoding is handed over, and takes the launch's other arguments too."""
+
+    def make_tensordesc_arg(descriptor: Any, layout: Any, others: tuple[Any, ...]) -> list[Any]:
+        return [("map of three", descriptor.base.data_ptr(), layout), *others]
+
+    def inner(*arguments: Any) -> None:
+        encoded = [make_tensordesc_arg(argument, tensordesc_meta[0], ()) for argument in arguments[len(FIXED) :]]
+        launcher(*arguments[: len(FIXED)], *(value for values in encoded for value in values))
+
+    return inner
+
+
+class TestADescriptor:
+    @pytest.mark.parametrize("wrap", [wrapped, handed_to_wrapper], ids=["of Triton 3.6 and 3.7", "since Triton 3.8"])
+    def test_is_encoded_as_triton_does_it(self, wrap: Callable[..., Any]) -> None:
+        launched, q = Recorder(), torch.ones(2, 3)
+        run = Launcher(wrap(launched, ["layout"]))
+        path = path_of(run, Descriptor(None))
+        assert path is not None
+        assert launch_form(compiled_with(run), has_descriptors=True) is LaunchForm.LAUNCHER
+        launch(path, q)
+        run(*FIXED, Descriptor(q))
+        assert launched[0] == launched[1]
+
+    def test_is_remembered_for_few_addresses_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(triton_private, "MAX_REMEMBERED_ADDRESSES", 2)
+        tensors, launched = [torch.ones(2) for _ in range(5)], Recorder()
+        path = path_of(Launcher(wrapped(launched, ["layout"])), Descriptor(None))
+        assert path is not None
+        for tensor in tensors:
+            launch(path, tensor)
+        assert [arguments[9][1] for arguments in launched] == [tensor.data_ptr() for tensor in tensors]
+        assert list(path.fillers[0].known or {}) == [tensors[-1].data_ptr()]
+
+    @pytest.mark.parametrize(
+        "inner", [None, print, lambda *arguments: None], ids=["none", "builtin", "another wrapper"]
+    )
+    def test_of_an_unknown_wrapper_is_left_to_triton(self, inner: Any) -> None:
+        assert path_of(Launcher(inner), Descriptor(None)) is None
+        assert launch_form(compiled_with(Launcher(inner)), has_descriptors=True) is LaunchForm.PUBLIC
+
+    def test_whose_data_are_of_another_number_is_left_to_triton(self) -> None:
+        assert path_of(Launcher(wrapped(Recorder(), ["layout", "another"])), Descriptor(None)) is None
+
+    def test_that_is_lowered_to_a_pointer_is_left_to_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kit.launchers.make_tensordesc_arg", lambda descriptor, layout: [descriptor.base])
+        assert path_of(Launcher(wrapped(Recorder(), ["layout"])), Descriptor(None)) is None
+
+    def test_gets_its_thread_a_context_where_there_is_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        given: list[int] = []
+
+        def encode(descriptor: Any, layout: Any) -> list[Any]:
+            if not given:
+                raise RuntimeError("Failed to create tensor map descriptor: invalid device context")
+            return ["map"]
+
+        path = path_of(Launcher(wrapped(launched := Recorder(), ["layout"])), Descriptor(None))
+        assert path is not None
+        path.fillers[0].encode._encode = encode
+        monkeypatch.setattr(triton_private, "make_context_current", given.append)
+        launch(path, torch.ones(2))
+        assert (given, launched[0][9]) == ([INDEX], "map")
+
+
+class TestThisTriton:
+    """What is known of the Triton that is installed, so that a new release that differs is noticed."""
+
+    def launcher(self, launch: Any) -> Any:
+        """A launcher of Triton's own class, as far as a launch reads it."""
+        from triton.backends.nvidia import driver
+
+        class Built(driver.CudaLauncher):  # type: ignore[misc]
+            def __init__(self) -> None:
+                self.launch = launch
+                self.global_scratch_size = self.profile_scratch_size = 0
+
+            def __getattr__(self, name: str) -> str:
+                if name.startswith("__"):
+                    raise AttributeError(name)
+                return name
+
+        return Built()
+
+    @pytest.mark.parametrize("has_descriptors", [False, True])
+    def test_has_a_launcher_that_is_gone_past(self, has_descriptors: bool) -> None:
+        from triton.backends.nvidia import driver
+
+        def raw(*arguments: Any) -> None: ...
+
+        signature = {0: "tensordesc<bf16[1, 1, 64, 64]>", 1: "fp32"}
+        inner = driver.wrap_handle_tensordesc(raw, signature, ["layout"]) if has_descriptors else raw
+        form = launch_form(compiled_with(self.launcher(inner)), has_descriptors=has_descriptors)
+        assert form in (LaunchForm.SEQUENCE, LaunchForm.ONE_BY_ONE)
+
+    def test_encodes_descriptors_in_a_way_that_is_known(self) -> None:
+        from triton.backends.nvidia import driver
+
+        def raw(*arguments: Any) -> None: ...
+
+        signature = {0: "tensordesc<bf16[1, 1, 64, 64]>", 1: "fp32"}
+        opened = triton_private._opened(Launcher(driver.wrap_handle_tensordesc(raw, signature, ["layout"])))
+        assert opened is not None
+        launcher, encode, layouts = opened
+        assert launcher.launch is raw
+        assert driver.make_tensordesc_arg in (encode, getattr(encode, "args", [None])[0])
+        assert layouts == ["layout"]

@@ -1,0 +1,85 @@
+"""Launchers as Triton builds them, without a GPU: a test sees what reaches the C function."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INDEX, STREAM = 3, 77  # of the pretended GPU, and a stream of it
+
+
+class Descriptor:
+    """What a module's arguments() makes for a kernel that reads through descriptors."""
+
+    def __init__(self, base: Tensor | None) -> None:
+        shaped = torch.empty(2, 3) if base is None else base
+        self.base = base
+        self.shape, self.strides, self.block_shape = list(shaped.shape), list(shaped.stride()), [16, 16]
+
+
+class Launcher:
+    """A launcher that is not known: it hands its arguments to `launch`."""
+
+    def __init__(self, launch: Callable[..., None]) -> None:
+        self.launch = launch
+
+    def __call__(self, *arguments: Any) -> None:
+        self.launch(*arguments)
+
+
+class FlatLauncher(Launcher):
+    """Triton 3.6's: adds what it knows of the kernel, and hands on one by one."""
+
+    global_scratch_size = profile_scratch_size = 0
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
+        self.launch(x, y, z, stream, function, "cooperative", None, *rest)
+
+
+class NestedLauncher(FlatLauncher):
+    """Triton's since 3.7: the kernel's own arguments come in one sequence."""
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
+        self.launch(x, y, z, stream, function, "cooperative", *rest[:4], "signature", rest[4:])
+
+
+class ScratchLauncher(FlatLauncher):
+    """One whose kernel wants memory of its own at each launch, which only the launcher can give."""
+
+    global_scratch_size = 64
+
+
+def compiled_with(run: Any) -> SimpleNamespace:
+    """What Triton's compiled kernel has, loaded on the pretended GPU."""
+    return SimpleNamespace(run=run, function="function", packed_metadata="metadata")
+
+
+def sample_tensor() -> Any:
+    """A tensor of the pretended GPU."""
+    return SimpleNamespace(device=torch.device("cuda", INDEX), data_ptr=lambda: 4096)
+
+
+# What Triton's own way hands over to such a launcher, before a kernel's arguments.
+FIXED = (5, 1, 1, STREAM + INDEX, "function", "metadata", None, None, None)
+
+encoded: list[int] = []  # addresses for which a descriptor was made
+
+
+def make_tensordesc_arg(descriptor: Any, layout: Any) -> list[Any]:
+    encoded.append(descriptor.base.data_ptr())
+    return [("map", descriptor.base.data_ptr(), layout), *descriptor.shape, *descriptor.strides]
+
+
+def wrapped(launcher: Callable[..., None], tensordesc_meta: list[Any]) -> Callable[..., None]:
+    """As Triton 3.6 and 3.7 wrap the launcher of a kernel with descriptors, whose arguments follow one by one."""
+
+    def inner(*arguments: Any) -> None:
+        final: list[Any] = []
+        layouts = iter(tensordesc_meta)
+        for argument in arguments[len(FIXED) :]:
+            final += make_tensordesc_arg(argument, next(layouts)) if hasattr(argument, "base") else [argument]
+        launcher(*arguments[: len(FIXED)], *final)
+
+    return inner
