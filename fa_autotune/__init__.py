@@ -26,19 +26,16 @@ from fa_autotune.errors import (
 if TYPE_CHECKING:
     from fa_autotune.database import TuningDatabase
     from fa_autotune.jobs import tune
-    from fa_autotune.ops.api import attention, explain, flush_misses, warmup
-    from fa_autotune.ops.dropins import (
+    from fa_autotune.ops.api import attention, attention_varlen, explain, flush_misses, warmup
+    from fa_autotune.ops.flash_attn import (
         flash_attn_func,
         flash_attn_kvpacked_func,
         flash_attn_qkvpacked_func,
-        scaled_dot_product_attention,
-    )
-    from fa_autotune.ops.varlen import attention_varlen
-    from fa_autotune.ops.varlen_dropins import (
         flash_attn_varlen_func,
         flash_attn_varlen_kvpacked_func,
         flash_attn_varlen_qkvpacked_func,
     )
+    from fa_autotune.ops.sdpa import scaled_dot_product_attention
     from fa_autotune.problem.problem import AttentionProblem
     from fa_autotune.reference.dropout import dropout_mask
 
@@ -82,17 +79,17 @@ _MODULE_BY_NAME = {
     "AttentionProblem": "problem.problem",
     "TuningDatabase": "database",
     "attention": "ops.api",
-    "attention_varlen": "ops.varlen",
+    "attention_varlen": "ops.api",
     "dropout_mask": "reference.dropout",
     "explain": "ops.api",
-    "flash_attn_func": "ops.dropins",
-    "flash_attn_kvpacked_func": "ops.dropins",
-    "flash_attn_qkvpacked_func": "ops.dropins",
-    "flash_attn_varlen_func": "ops.varlen_dropins",
-    "flash_attn_varlen_kvpacked_func": "ops.varlen_dropins",
-    "flash_attn_varlen_qkvpacked_func": "ops.varlen_dropins",
+    "flash_attn_func": "ops.flash_attn",
+    "flash_attn_kvpacked_func": "ops.flash_attn",
+    "flash_attn_qkvpacked_func": "ops.flash_attn",
+    "flash_attn_varlen_func": "ops.flash_attn",
+    "flash_attn_varlen_kvpacked_func": "ops.flash_attn",
+    "flash_attn_varlen_qkvpacked_func": "ops.flash_attn",
     "flush_misses": "ops.api",
-    "scaled_dot_product_attention": "ops.dropins",
+    "scaled_dot_product_attention": "ops.sdpa",
     "tune": "jobs",
     "warmup": "ops.api",
 }

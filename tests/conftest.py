@@ -93,10 +93,8 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has called nothing yet."""
     from fa_autotune.dispatch import loaded_kernels as live_kernels
     from fa_autotune.ops import plans as calls
-    from fa_autotune.ops import varlen_calls
 
     monkeypatch.setattr(calls, "_plans", {})
-    monkeypatch.setattr(varlen_calls, "_plans", {})
     for name in ("_kernels", "_dispatchers"):
         monkeypatch.setattr(live_kernels, name, {})
 

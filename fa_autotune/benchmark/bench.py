@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa_autotune.benchmark.packed import lengths_of, packed
 from fa_autotune.benchmark.peers import OURS_UNORDERED, PEERS, Peer, backward_of
-from fa_autotune.benchmark.varlen_bench import backward_in_a_row, in_a_row, lengths_of
 from fa_autotune.dispatch.dispatcher import Dispatcher
 from fa_autotune.errors import FaAutotuneError, UnsupportedError
 from fa_autotune.evaluation.measure import Launch, MeasurePolicy, confirm, make_timer, regime_for
@@ -24,8 +24,19 @@ from fa_autotune.evaluation.seeded import seeded_features
 from fa_autotune.evaluation.workload import bottom_right_diagonal
 from fa_autotune.kernels.gpu import live_device, live_toolchain
 from fa_autotune.kernels.loaded import load_kernel
-from fa_autotune.ops.arguments import GENERATED, TF32, UNORDERED, WINDOW, Extras
-from fa_autotune.ops.memory import BHSD
+from fa_autotune.ops.call import (
+    BHSD,
+    GENERATED,
+    NO_EXTRAS,
+    PACKED,
+    TF32,
+    UNORDERED,
+    WINDOW,
+    Call,
+    Extras,
+    Needed,
+    Saved,
+)
 from fa_autotune.ops.plans import plan_of
 from fa_autotune.paths import interpreting
 from fa_autotune.problem.device import DeviceSpec, Toolchain
@@ -237,7 +248,7 @@ def _ours(
     decision = dispatcher.decide(problem)
     kernel = load_kernel(decision.candidate, dispatcher.device.arch)
     if problem.family.varlen:
-        q, k, v = map(in_a_row, (q, k, v))
+        q, k, v = map(packed, (q, k, v))
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     scale = q.shape[3] ** -0.5
@@ -254,19 +265,25 @@ def _ours(
 def _our_backward(
     dispatcher: Dispatcher, backend: int, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Launch, str]:
-    """What a training step launches after the forward, and the memory that it allocates; `backend` as in `tensors`."""
+    """What a training step launches after the forward, and the memory that it allocates; `backend` as in `ops.call`."""
     note = _backward_note(dispatcher, problem, backend)
-    if problem.family.varlen:
-        return backward_in_a_row(problem, q, k, v), note
     features = seeded_features(problem, device=q.device)
-    found = (features.alibi_slopes, features.sinks, features.attn_mask, features.dropout_seed)
-    extras: Extras = found if any(tensor is not None for tensor in found) else ()
+    extras = Extras(features.alibi_slopes, features.sinks, features.attn_mask, features.dropout_seed)
+    layout = BHSD
+    if problem.family.varlen:
+        layout = PACKED
+        q, k, v = (packed(tensor)[0].transpose(0, 1) for tensor in (q, k, v))
+        starts_q, starts_k = lengths_of(problem, q.device)
+        sinks = None if features.sinks is None else features.sinks[0]
+        extras = extras._replace(sinks=sinks, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k)
     runs = backend | TF32 if problem.family.tf32 else backend
-    plan = plan_of(q, k, v, (None, WINDOW, BHSD, runs, *problem.window, features.softcap, features.dropout_p), extras)
-    out, lse = plan.forward(q, k, v, *extras)
-    needed = (True, True, True, features.sinks is not None, False)
-    launch = partial(plan.backward, (q, k, v, out, lse, *extras), torch.randn_like(out), None, needed)
-    return launch, note
+    left, right = problem.window
+    call = Call(None, WINDOW, layout, runs, left, right, features.softcap, features.dropout_p)
+    extras = extras if extras.given() else NO_EXTRAS
+    plan = plan_of(q, k, v, extras, call)
+    out, lse = plan.forward(q, k, v, extras)
+    needed = Needed(True, True, True, sinks=features.sinks is not None)
+    return partial(plan.backward, Saved(q, k, v, out, lse, extras), torch.randn_like(out), None, needed), note
 
 
 def _backward_note(dispatcher: Dispatcher, problem: AttentionProblem, backend: int) -> str:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fa_autotune.benchmark.varlen_bench import document_mask, in_a_row
+from fa_autotune.benchmark.packed import document_mask, packed
 from fa_autotune.errors import UnsupportedError
 from fa_autotune.evaluation.measure import Launch
 from fa_autotune.evaluation.seeded import seeded_features
@@ -98,7 +98,7 @@ def _flex(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[C
         shown = visible if problem.family.bounded_left else causal
         mask = create_block_mask(shown, None, None, shape.seqlen_q, shape.seqlen_k, device=q.device)
     if problem.family.varlen:
-        q, k, v = map(in_a_row, (q, k, v))
+        q, k, v = map(packed, (q, k, v))
         mask = create_block_mask(document_mask(problem), None, None, q.shape[2], k.shape[2], device=q.device)
     options: dict[str, Any] = {"block_mask": mask, "enable_gqa": shape.gqa_group_size > 1}
     features = seeded_features(problem, device=q.device)

@@ -1,14 +1,16 @@
-"""A kernel bound to the shapes and strides of its tensors: later launches only fill in the addresses.
+"""A kernel bound to how its tensors lie and to its numbers: launches fill in addresses only.
 
-A generated module's `arguments()` is asked once. On a GPU a launch then costs the addresses, the stream and one call of
-the C function below Triton's launcher. A descriptor (tma) depends on an address and on nothing else that changes, so it
-is encoded once for each address; where `triton_private` does not know the launcher, launches go through Triton's public
-way instead.
+A generated module's `arguments()` is asked once for each binding. On a GPU a launch then costs the addresses, the
+stream and one call of the C function below Triton's launcher; what that is, and where the addresses go, is found once
+for each kernel. A descriptor (tma) depends on an address and on nothing else that changes, so it is encoded once for
+each; where `triton_private` does not know the launcher, launches go through Triton's public way instead.
 """
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -17,168 +19,90 @@ from torch import Tensor
 from fa_autotune.kernels.gpu import bind_thread, num_sms_of
 from fa_autotune.kernels.loaded import OWNERS, LoadedKernel
 from fa_autotune.kernels.scratch import scratch_address
-from fa_autotune.kernels.triton_private import FastPath, fast_path, is_hooked
+from fa_autotune.kernels.triton_private import FastPath, fast_path, is_descriptor, is_hooked
 from fa_autotune.problem.family import Pass
+
+MAX_REMEMBERED_DESCRIPTORS = 1024  # of one kernel; training comes back to the same few addresses
+_ALIGNED = 16  # bytes, of an address that a descriptor has
+_ADDRESSES = 1 << 64  # how far apart the keys of two bindings are
 
 Launch = Callable[..., None]
 
 
-def bind(
-    kernel: LoadedKernel, tensors: Sequence[Tensor], *numbers: float | int | None, gpu: int | None = None
-) -> Launch:
-    """A function that launches a kernel on tensors like these, given in this order; LaunchError for too large a grid.
-
-    `tensors` and `numbers` together are what the kernel is called with; those yet to be allocated may be on the meta
-    device, and no tensor is kept. `gpu` is the index of the GPU, for a kernel all of whose tensors are such. Later
-    tensors must share their shapes, strides and alignment, but may be views with other axes: only their addresses are
-    read. A launch wants its GPU to be current.
-    """
-    tensors = [tensor.detach() for tensor in tensors]  # one object for each, also where a caller's q is his k
-    grid = kernel.grid(*tensors)
-    counter = (torch.empty(0, dtype=torch.int32, device="meta"),) if kernel.is_persistent else ()
-    arguments = _Arguments(kernel.module.arguments(*tensors, *numbers, *counter), (*tensors, *counter))
-    sample = next((tensor for tensor in tensors if tensor.is_cuda), None)
-    if sample is None and gpu is not None:
-        sample = torch.empty(16, device=torch.device("cuda", gpu))
-    device = torch.device("cpu") if sample is None else sample.device
-
-    def launch(*actual: Tensor) -> None:
-        kernel.run(grid, arguments.filled((*actual, *kernel.scratch(device))))
-
-    if kernel.compiled is None or sample is None:
-        return launch
-    return _on_gpu(kernel.compiled, arguments, grid, sample, launch, len(tensors) if counter else None)
-
-
 class Counts(NamedTuple):
-    """What changes from call to call of sequences in a row: their number, and the rows of q and of k."""
+    """What changes from call to call of packed sequences: their number, and the rows of q and of k."""
 
     num_sequences: int
     total_q: int
     total_k: int
 
 
-def bind_varlen(
-    kernel: LoadedKernel, tensors: Sequence[Tensor], *numbers: float | int | None, gpu: int | None = None
-) -> Callable[..., None]:
-    """As `bind`, a function of `Counts` and the tensors: these may have other numbers of rows and sequences each time.
+_COUNTED = {"num_sequences": 0, "total_q": 1, "total_k": 2, "seqlen_q": 1}  # kernels' names of what `Counts` hold
 
-    For kernels of a varlen family, and the delta that goes with them; LaunchError, when launched, for too large a grid.
+
+def bind(
+    kernel: LoadedKernel,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[float | int | None] = (),
+    *,
+    is_counted: bool = False,
+) -> Launch:
+    """A function of `Counts` (or None) and tensors that launches a kernel; LaunchError for too large a grid.
+
+    `tensors` and `numbers` together are what the kernel is called with; no tensor is kept. Later tensors come in this
+    order and share shapes, strides and alignment, but may be views with other axes: only their addresses are read. A
+    launch wants its GPU to be current.
+    `is_counted`, for kernels of a varlen family and the delta that goes with them: launches are given `Counts`, tensors
+    may have other numbers of rows and sequences each time, and it is the launch that raises LaunchError.
     """
-    tensors = [tensor.detach() for tensor in tensors]
+    if len({id(tensor) for tensor in tensors}) < len(tensors):  # a caller's q may be his k
+        tensors = [tensor.detach() for tensor in tensors]
+    # What no launch is given: it is looked up, since the stream decides which.
     counter = (torch.empty(0, dtype=torch.int32, device="meta"),) if kernel.is_persistent else ()
-    arguments = _Arguments(kernel.module.arguments(*tensors, *numbers, *counter), (*tensors, *counter))
-    grid_of = _grid_of_counts(kernel, tensors, gpu)
-    names = list(kernel.module.SIGNATURE)
-    spots = [(names.index(name), number) for name, number in _COUNT_OF.items() if name in names]
-
-    def slow(counts: Counts, *actual: Tensor) -> None:
-        if grid := grid_of(counts):
-            values = arguments.filled((*actual, *kernel.scratch(actual[0].device)))
-            for position, number in spots:
-                values[position] = counts[number]
-            kernel.run(grid, values)
-
-    if kernel.compiled is None or gpu is None:
-        return slow
-    sample = torch.empty(16, device=torch.device("cuda", gpu))
-    return _varlen_on_gpu(kernel.compiled, arguments, spots, grid_of, sample, slow, len(tensors) if counter else None)
+    arguments = list(kernel.module.arguments(*tensors, *numbers, *counter))
+    programs = 0 if is_counted else kernel.grid(*tensors)[0]
+    index = tensors[0].get_device()
+    if kernel.compiled is not None and index >= 0:
+        if index not in kernel.launchers:
+            kernel.launchers[index] = _launcher_of(kernel, arguments, (*tensors, *counter), index)
+        launcher: _Launcher | None = kernel.launchers[index]
+        if launcher is not None:
+            return launcher.bind(arguments, programs)
+    places = _Places(arguments, (*tensors, *counter))
+    return partial(_launch_publicly, kernel, places, places.without_tensors(arguments), programs)
 
 
-def _varlen_on_gpu(
-    compiled: Any,
-    arguments: "_Arguments",
-    spots: Sequence[tuple[int, int]],
-    grid_of: Callable[[Counts], tuple[int, ...] | None],
-    sample: Tensor,
-    slow: Callable[..., None],
-    counter: int | None,
-) -> Callable[..., None]:
-    """`spots`: the position of an argument, and which of the counts it is; `counter` as in `_on_gpu`."""
-    index = sample.device.index
-    path = _fast_path(compiled, arguments, sample)
-    if path is None:
-        return slow
-    function, before, is_flat, place, place_of_programs, stream_of, hooks = (
-        path.function, path.head, path.is_flat, path.stream_place, path.programs_place, path.stream_of, path.hooks,
-    )  # fmt: skip
-    first = len(before) if is_flat else 0
-    count_spots = [(first + path.places[position], number) for position, number in spots]
-    address_spots = [
-        (first + position, number, known, encode)
-        for position, number, known, encode in path.fillers
-        if number != counter
-    ]
-    place_of_counter = next((first + position for position, number, *_ in path.fillers if number == counter), None)
-    whole = [*before, *path.template] if is_flat else path.template
+@dataclasses.dataclass(frozen=True, slots=True, init=False)
+class _Places:
+    """Where a kernel's arguments hold tensors: position of a pointer or descriptor → number of its tensor."""
 
-    def launch(counts: Counts, *actual: Tensor) -> None:
-        grid = grid_of(counts)
-        if not grid:
-            return
-        if is_hooked(hooks):
-            return slow(counts, *actual)
-        values = whole.copy()
-        for position, number, known, encode in address_spots:
-            address = actual[number].data_ptr()
-            values[position] = address if known is None else known.get(address) or encode(address)
-        for position, number in count_spots:
-            values[position] = counts[number]
-        stream = stream_of(index)
-        if place_of_counter is not None:
-            values[place_of_counter] = scratch_address(index, stream)
-        head = values if is_flat else before.copy()
-        head[place], head[place_of_programs] = stream, grid[0]
-        if is_flat:
-            function(*values)
-        else:
-            function(*head, values)
+    pointers: dict[int, int]
+    descriptors: dict[int, int]
 
-    return launch
-
-
-_COUNT_OF = {"num_sequences": 0, "total_q": 1, "total_k": 2, "seqlen_q": 1}  # kernels' names of what `Counts` hold
-
-
-def _grid_of_counts(
-    kernel: LoadedKernel, tensors: Sequence[Tensor], gpu: int | None
-) -> Callable[[Counts], tuple[int, ...] | None]:
-    """The programs of a call, None where there are none; LaunchError if a launch can't take that many."""
-    kernel_pass = kernel.candidate.family.kernel_pass
-    num_heads = tensors[OWNERS.get(kernel_pass, 0)].shape[1]
-    owns_keys = kernel_pass in (Pass.BWD_DKDV, Pass.BWD_FUSED)
-    num_sms = () if gpu is None or not kernel.is_persistent else (num_sms_of(gpu),)
-
-    def grid_of(counts: Counts) -> tuple[int, ...] | None:
-        num_sequences = 1 if kernel_pass is Pass.BWD_DELTA else counts.num_sequences
-        total = counts.total_k if owns_keys else counts.total_q
-        return kernel.grid_of(num_sequences, num_heads, total, *num_sms) if total else None
-
-    return grid_of
-
-
-class _Arguments:
-    """The arguments of a launch without their tensors; of these, position of the argument → number of the tensor."""
-
-    def __init__(self, arguments: Iterable[Any], tensors: Sequence[Tensor]) -> None:
+    def __init__(self, arguments: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-        self.values: list[Any] = []
-        self.pointers: dict[int, int] = {}
-        self.descriptors: dict[int, int] = {}
+        pointers, descriptors = dict[int, int](), dict[int, int]()
         for position, value in enumerate(arguments):
-            kept = value
             if isinstance(value, Tensor):
-                self.pointers[position] = numbers[id(value)]
-                kept = None
-            elif hasattr(value, "block_shape"):
-                self.descriptors[position] = numbers[id(value.base)]
-                kept = copy.copy(value)
-                kept.base = None
-            self.values.append(kept)
+                pointers[position] = numbers[id(value)]
+            elif is_descriptor(value):
+                descriptors[position] = numbers[id(value.base)]
+        object.__setattr__(self, "pointers", pointers)
+        object.__setattr__(self, "descriptors", descriptors)
 
-    def filled(self, tensors: Sequence[Tensor]) -> list[Any]:
+    def without_tensors(self, arguments: Sequence[Any]) -> list[Any]:
+        """A launch's arguments, less the tensors."""
+        values = list(arguments)
+        for position in self.pointers:
+            values[position] = None
+        for position in self.descriptors:
+            values[position] = copy.copy(values[position])
+            values[position].base = None
+        return values
+
+    def filled(self, values: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
         """The arguments for these tensors, as `arguments()` would give them."""
-        filled = list(self.values)
+        filled = list(values)
         for position, number in self.pointers.items():
             filled[position] = tensors[number]
         for position, number in self.descriptors.items():
@@ -186,50 +110,138 @@ class _Arguments:
         return filled
 
 
-def _on_gpu(
-    compiled: Any,
-    arguments: _Arguments,
-    grid: tuple[int, ...],
-    sample: Tensor,
-    slow: Launch,
-    counter: int | None = None,
-) -> Launch:
-    """`counter`: the number of the tensor that no launch is given: it is looked up, since the stream decides which."""
-    index = sample.device.index
-    path = _fast_path(compiled, arguments, sample)
+def _launch_publicly(
+    kernel: LoadedKernel, places: _Places, values: Sequence[Any], programs: int, counts: Counts | None, *tensors: Tensor
+) -> None:
+    """A launch as Triton's documents have it; `programs` where no counts tell them."""
+    if counts is not None:
+        programs = _programs_of(kernel, counts, tensors)
+    if programs == 0:
+        return
+    filled = places.filled(values, (*tensors, *kernel.scratch(tensors[0].device)))
+    if counts is not None:
+        for position, number in _count_positions(kernel):
+            filled[position] = counts[number]
+    kernel.run((programs, 1, 1), filled)
+
+
+def _count_positions(kernel: LoadedKernel) -> list[tuple[int, int]]:
+    """Position of an argument, and which of the counts it is."""
+    names = list(kernel.module.SIGNATURE)
+    return [(names.index(name), number) for name, number in _COUNTED.items() if name in names]
+
+
+def _programs_of(kernel: LoadedKernel, counts: Counts, tensors: Sequence[Tensor]) -> int:
+    """The programs of a call on packed sequences, 0 where there is nothing to own."""
+    kernel_pass = kernel.candidate.family.kernel_pass
+    total = counts.total_k if kernel_pass in (Pass.BWD_DKDV, Pass.BWD_FUSED) else counts.total_q
+    if total == 0:
+        return 0
+    owner = tensors[OWNERS.get(kernel_pass, 0)]
+    num_sms = (num_sms_of(owner.get_device()),) if kernel.is_persistent else ()
+    num_sequences = 1 if kernel_pass is Pass.BWD_DELTA else counts.num_sequences
+    return kernel.grid_of(num_sequences, owner.shape[1], total, *num_sms)[0]
+
+
+# --- past Triton's launcher -------------------------------------------------------------------------------------------
+
+
+class _Launcher:
+    """What all bindings of a kernel on one GPU share: where addresses go, and the descriptors encoded so far.
+
+    Each binding is a list of what `FastPath.function` takes, less what launches fill in, so that many are cheap.
+    """
+
+    def __init__(self, kernel: LoadedKernel, path: FastPath, places: _Places, num_tensors: int, index: int) -> None:
+        """`num_tensors`: those that launches are given; a tile counter comes after them."""
+        self._kernel, self._path, self._places, self._index = kernel, path, places, index
+        begins, place = list[int](), len(path.head)
+        for position in range(len(kernel.module.SIGNATURE)):
+            begins.append(place)
+            place += path.encoders[position].count if position in path.encoders else 1
+        self._begins = begins
+        self._serials = count()
+        self._run = self._make_run(num_tensors)
+
+    def bind(self, arguments: Sequence[Any], programs: int) -> Launch:
+        """A launch with these arguments, whose tensors launches are given."""
+        values = list(self._path.head)
+        values[self._path.programs_place] = programs
+        pointers, encoders = self._places.pointers, self._path.encoders
+        for position, value in enumerate(arguments):
+            if position in pointers:
+                values.append(None)
+            elif position in encoders:
+                values += (None, *value.shape, *value.strides)
+            else:
+                values.append(value)
+        return partial(self._run, values, next(self._serials) * _ADDRESSES)
+
+    def _make_run(self, num_tensors: int) -> Launch:
+        path, index, begins = self._path, self._index, self._begins
+        function, hooks, stream_of, is_flat = path.function, path.hooks, path.stream_of, path.is_flat
+        stream_place, programs_place, head_count = path.stream_place, path.programs_place, len(path.head)
+        pointers = [(begins[at], number) for at, number in self._places.pointers.items() if number < num_tensors]
+        descriptors = [
+            (begins[at], number, slot, path.encoders[at])
+            for slot, (at, number) in enumerate(self._places.descriptors.items())
+        ]
+        assert len(descriptors) <= _ALIGNED  # a descriptor's slot is told apart in its address's low bits
+        of_counter = next((begins[at] for at, n in self._places.pointers.items() if n >= num_tensors), None)
+        counted = [(begins[position], number) for position, number in _count_positions(self._kernel)]
+        known: dict[int, Any] = {}
+        kernel = self._kernel
+
+        def run(bound: list[Any], offset: int, counts: Counts | None, *tensors: Tensor) -> None:
+            if is_hooked(hooks):  # a profiler wants the launch's metadata
+                return self._run_publicly(bound, counts, tensors)
+            values = bound.copy()
+            for place, number in pointers:
+                values[place] = tensors[number].data_ptr()
+            for place, number, slot, encoder in descriptors:
+                address = tensors[number].data_ptr()
+                key = offset + address + slot
+                encoded = known.get(key)
+                if encoded is None:
+                    if len(known) >= MAX_REMEMBERED_DESCRIPTORS:
+                        known.clear()
+                    encoded = known[key] = encoder.of_address(address, bound[place + 1 : place + encoder.count])
+                values[place] = encoded
+            if counts is not None:
+                programs = _programs_of(kernel, counts, tensors)
+                if programs == 0:
+                    return None
+                values[programs_place] = programs
+                for place, number in counted:
+                    values[place] = counts[number]
+            stream = values[stream_place] = stream_of(index)
+            if of_counter is not None:
+                values[of_counter] = scratch_address(index, stream)
+            if is_flat:
+                function(*values)
+            else:
+                function(*values[:head_count], values[head_count:])
+            return None
+
+        return run
+
+    def _run_publicly(self, bound: Sequence[Any], counts: Counts | None, tensors: Sequence[Tensor]) -> None:
+        values = list[Any]()
+        for position, begin in enumerate(self._begins):
+            encoder = self._path.encoders.get(position)
+            values.append(
+                bound[begin] if encoder is None else encoder.described(None, bound[begin + 1 : begin + encoder.count])
+            )
+        _launch_publicly(self._kernel, self._places, values, bound[self._path.programs_place], counts, *tensors)
+
+
+def _launcher_of(
+    kernel: LoadedKernel, arguments: Sequence[Any], tensors: Sequence[Tensor], index: int
+) -> _Launcher | None:
+    """How a kernel is launched on a GPU past Triton's launcher; None where that is not as expected."""
+    bind_thread(index)
+    path = fast_path(kernel.compiled, arguments, index)
     if path is None:
-        return slow
-    function, before, template, is_flat, fillers, place, stream_of, hooks = (
-        path.function, path.head, path.template, path.is_flat, path.fillers, path.stream_place, path.stream_of,
-        path.hooks,
-    )  # fmt: skip
-    before[path.programs_place] = grid[0]
-    first = len(before) if is_flat else 0
-    whole = [*before, *template] if is_flat else template
-    spots = [
-        (first + position, number, known, encode) for position, number, known, encode in fillers if number != counter
-    ]
-    place_of_counter = next((first + position for position, number, *_ in fillers if number == counter), None)
-
-    def launch(*tensors: Tensor) -> None:
-        if is_hooked(hooks):  # a profiler wants the launch's metadata
-            return slow(*tensors)
-        values = whole.copy()
-        for position, number, known, encode in spots:
-            address = tensors[number].data_ptr()
-            values[position] = address if known is None else known.get(address) or encode(address)
-        stream = stream_of(index)
-        if place_of_counter is not None:
-            values[place_of_counter] = scratch_address(index, stream)
-        if is_flat:
-            values[place] = stream
-            function(*values)
-        else:
-            function(*before[:place], stream, *before[place + 1 :], values)
-
-    return launch
-
-
-def _fast_path(compiled: Any, arguments: _Arguments, sample: Tensor) -> FastPath | None:
-    bind_thread(sample.device.index)
-    return fast_path(compiled, arguments.values, arguments.pointers, arguments.descriptors, sample)
+        return None
+    num_tensors = len(tensors) - kernel.is_persistent
+    return _Launcher(kernel, path, _Places(arguments, tensors), num_tensors, index)

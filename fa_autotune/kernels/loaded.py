@@ -52,6 +52,7 @@ class LoadedKernel:
         self._owner = OWNERS.get(candidate.family.kernel_pass, 0)
         self.compiled: Any = None if interpreting() else compile_module(self.module, arch)  # Triton's CompiledKernel
         self.run = interpreted(self.module) if interpreting() else _compiled(self.compiled)
+        self.launchers: dict[int, Any] = {}  # of `fast_launch`, by the index of a GPU
         # Persistent kernels have a program per SM and take a tile counter.
         self.is_persistent = hasattr(self.module, "SCRATCH_INTS")
         assert getattr(self.module, "SCRATCH_INTS", 0) <= SLOT_INTS

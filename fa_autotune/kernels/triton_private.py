@@ -12,14 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from fa_autotune.kernels.gpu import make_context_current
-
-MAX_REMEMBERED_ADDRESSES = 256  # of one descriptor; training comes back to the same few
 
 Encode = Callable[[Any, Any], list[Any]]
 
@@ -38,32 +35,18 @@ class LaunchForm(StrEnum):
     PUBLIC = "Triton's public way"
 
 
-class Filler(NamedTuple):
-    """An address to fill in: its place among a kernel's arguments, and the tensor's number.
-
-    A descriptor has those that are `known` by their address, and `encode` for the others; a pointer is the address.
-    """
-
-    place: int
-    number: int
-    known: dict[int, Any] | None
-    encode: Callable[[int], Any]
-
-
 @dataclass(frozen=True, slots=True)
 class FastPath:
-    """What a launch calls, and what it fills in.
+    """What the launches of a kernel call.
 
-    `function` takes `head`, then `template` (one by one, or as one sequence: `is_flat`). In `head` the stream and the
-    number of programs have their places; in `template`, `places` tells where each of a kernel's arguments begins.
+    `function` takes `head`, then a kernel's arguments (one by one, or as one sequence: `is_flat`), in which a
+    descriptor is what its encoder makes of it. In `head` the stream and the number of programs have their places.
     """
 
     function: Callable[..., None]
     form: LaunchForm
     head: list[Any]
-    template: list[Any]
-    fillers: list[Filler]
-    places: list[int]
+    encoders: "dict[int, Encoder]"
     stream_place: int
     programs_place: int
     stream_of: Callable[[int], int]
@@ -75,24 +58,28 @@ class FastPath:
         return self.form is not LaunchForm.SEQUENCE
 
 
-def fast_path(
-    compiled: Any, values: Sequence[Any], pointers: Mapping[int, int], descriptors: Mapping[int, int], sample: Tensor
-) -> FastPath | None:
-    """The way past Triton's launcher for a compiled kernel, which is put on a sample's GPU; None where it is not known.
+def fast_path(compiled: Any, arguments: Sequence[Any], index: int) -> FastPath | None:
+    """The way past Triton's launcher for a compiled kernel, which is put on a GPU; None where it is not known.
 
-    `values` are a kernel's arguments without their tensors: None for a pointer, a descriptor without its base. Where
-    they stand is told by `pointers` and `descriptors`: position of the argument → number of its tensor.
+    `arguments` are those of one launch, by which the launcher is recognised.
     """
     hooks = _launch_hooks()
-    with torch.cuda.device(sample.device.index):
+    with torch.cuda.device(index):
         run = getattr(compiled, "run", None)  # loads the kernel on the current device
     if run is None or hooks is None:
         return None
-    expanded = _expanded(run, values, pointers, descriptors, sample)
-    if expanded is None:
-        return None
-    run, template, fillers, places = expanded
-    tapped = _tapped(run, compiled, template)
+    descriptors = {place: value for place, value in enumerate(arguments) if is_descriptor(value)}
+    encoders: dict[int, Encoder] = {}
+    if descriptors:
+        opened = _opened(run)
+        if opened is None or len(opened[2]) != len(descriptors):
+            return None
+        run, encode, layouts = opened
+        for (place, descriptor), layout in zip(descriptors.items(), layouts, strict=True):
+            encoders[place] = encoder = Encoder(encode, descriptor, layout, index)
+            if not encoder.is_plain(descriptor):
+                return None
+    tapped = _tapped(run, compiled, [object() for _ in arguments])
     if tapped is None:
         return None
     form, function, head = tapped
@@ -100,14 +87,17 @@ def fast_path(
         function=function,
         form=form,
         head=head,
-        template=template,
-        fillers=fillers,
-        places=places,
+        encoders=encoders,
         stream_place=next(place for place, value in enumerate(head) if value is _STREAM),
         programs_place=next(place for place, value in enumerate(head) if value is _PROGRAMS),
-        stream_of=getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of),
+        stream_of=_raw_stream() or _stream_of,
         hooks=hooks,
     )
+
+
+def is_descriptor(value: Any) -> bool:
+    """Whether a kernel's argument describes a tensor, and is not the tensor itself."""
+    return hasattr(value, "block_shape")
 
 
 def launch_form(compiled: Any, *, has_descriptors: bool) -> LaunchForm:
@@ -186,40 +176,6 @@ def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
-def _expanded(
-    run: Any, values: Sequence[Any], pointers: Mapping[int, int], descriptors: Mapping[int, int], sample: Tensor
-) -> tuple[Any, list[Any], list[Filler], list[int]] | None:
-    """The launcher that takes what descriptors stand for, its arguments, what fills in their addresses, and where each
-    argument begins.
-
-    None where Triton's launcher is not as expected.
-    """
-    encoders: dict[int, _Encoder] = {}
-    if descriptors:
-        opened = _opened(run)
-        if opened is None or len(opened[2]) != len(descriptors):
-            return None
-        run, encode, layouts = opened
-        for position, layout in zip(descriptors, layouts, strict=True):
-            encoders[position] = _Encoder(encode, values[position], layout, sample.device.index)
-    template: list[Any] = []
-    fillers: list[Filler] = []
-    places: list[int] = []
-    for position, value in enumerate(values):
-        places.append(len(template))
-        if position in pointers:
-            fillers.append(Filler(len(template), pointers[position], None, int))
-        if (encoder := encoders.get(position)) is None:
-            template.append(value)
-            continue
-        fillers.append(Filler(len(template), descriptors[position], encoder.known, encoder))
-        map_, *rest = encoder.all_of(sample.data_ptr())
-        if isinstance(map_, _Address):
-            return None  # lowered to a plain pointer
-        template += [map_, *rest]
-    return run, template, fillers, places
-
-
 def _opened(run: Any) -> tuple[Any, Encode, Sequence[Any]] | None:
     """A launcher without the wrapper that encodes descriptors, that encoding, and its data; None if unknown."""
     wrapper = getattr(run, "launch", None)
@@ -258,31 +214,51 @@ class _Address:
         return self.value
 
 
-class _Encoder:
-    """The encoded descriptor of an address, remembered."""
+class Encoder:
+    """What a launch takes for a descriptor of one place: its encoding, then shape and strides."""
 
     def __init__(self, encode: Encode, descriptor: Any, layout: Any, index: int) -> None:
-        self._index = index
-        self._encode = encode
-        self._descriptor = descriptor
-        self._layout = layout
-        self.known: dict[int, Any] = {}
+        self._encode, self._layout, self._index = encode, layout, index
+        self._prototype = copy.copy(descriptor)
+        self._prototype.base = None  # no tensor is kept
+        self._rank = len(descriptor.shape)
 
-    def __call__(self, address: int) -> Any:
-        if len(self.known) >= MAX_REMEMBERED_ADDRESSES:
-            self.known.clear()
-        self.known[address] = encoded = self.all_of(address)[0]
-        return encoded
+    @property
+    def count(self) -> int:
+        """How many values a launch takes."""
+        return 1 + 2 * self._rank
 
-    def all_of(self, address: int) -> list[Any]:
-        """The encoded descriptor and what follows it: shape and strides."""
-        descriptor = copy.copy(self._descriptor)
-        descriptor.base = _Address(address)
+    def is_plain(self, descriptor: Any) -> bool:
+        """Whether Triton encodes a descriptor as is meant here."""
+        encoding, *rest = self(descriptor)
+        is_pointer = encoding is descriptor.base  # lowered to one
+        return not is_pointer and rest == [*descriptor.shape, *descriptor.strides]
+
+    def __call__(self, descriptor: Any) -> list[Any]:
+        """All of it, of a descriptor with its tensor."""
         try:
             return self._encode(descriptor, self._layout)
         except RuntimeError:  # perhaps in a thread that has no context yet
             make_context_current(self._index)
             return self._encode(descriptor, self._layout)
+
+    def of_address(self, address: int, numbers: Sequence[int]) -> Any:
+        """The encoding alone, of a tensor at an address, by its shape and strides."""
+        return self(self.described(_Address(address), numbers))[0]
+
+    def described(self, base: Any, numbers: Sequence[int]) -> Any:
+        """The descriptor of a tensor, by its shape and strides."""
+        descriptor = copy.copy(self._prototype)
+        descriptor.base, descriptor.shape, descriptor.strides = base, numbers[: self._rank], numbers[self._rank :]
+        return descriptor
+
+
+def _raw_stream() -> Callable[[int], int] | None:
+    """How Triton asks for the current stream of a GPU, as a number."""
+    from triton.runtime import driver  # noqa: PLC0415 - loaded by now: the kernel is compiled
+
+    found: Callable[[int], int] | None = getattr(driver.active, "get_current_stream", None)
+    return found
 
 
 def _stream_of(index: int) -> int:

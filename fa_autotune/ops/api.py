@@ -1,40 +1,107 @@
 """Attention for torch tensors, by the kernel that was tuned for the call's shape, with its gradient.
 
-The first call of a shape decides, renders, compiles and loads; later ones cost one dict look-up and the launch. Nothing
-is ever tuned here, and nothing is compiled or synchronised inside a CUDA-graph capture: `warmup` does that ahead.
+The first call of a family decides, renders, compiles and loads; later ones cost one dict look-up and the launch, and
+other lengths some arithmetic. Nothing is ever tuned here, and nothing is compiled or synchronised inside a CUDA-graph
+capture: `warmup` does that ahead.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from operator import index
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from fa_autotune.dispatch.loaded_kernels import device_index, dispatcher_of, flush_misses, kernel_for
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
-from fa_autotune.ops.arguments import (
-    GENERATED,
-    REFERENCE,
-    UNORDERED,
-    as_dropout,
-    as_extras,
-    as_scale,
-    as_softcap,
-    as_tf32,
-    check_kinds,
-    mask_of,
-)
+from fa_autotune.ops.arguments import as_extras, as_tf32, call_of
 from fa_autotune.ops.autograd import attend
-from fa_autotune.ops.memory import BHSD, BSHD
+from fa_autotune.ops.call import BHSD, BSHD, GENERATED, NO_EXTRAS, PACKED, REFERENCE, UNORDERED, Extras
+from fa_autotune.ops.rows.kinds import rows_of
 from fa_autotune.problem.family import SPLIT_BACKWARD, Pass
 from fa_autotune.problem.problem import AttentionProblem
-from fa_autotune.reference.dropout import draw_seed
 
-__all__ = ["attention", "explain", "flush_misses", "warmup"]
+__all__ = ["attention", "attention_varlen", "explain", "flush_misses", "warmup"]
 
 _LAYOUTS = {"bshd": BSHD, "bhsd": BHSD}
+_is_compiling = torch.compiler.is_compiling
 
 
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    layout: str = "bshd",
+    return_lse: Literal[False] = False,
+    deterministic: bool = True,
+    backend: str = "generated",
+    fp32_precision: str = "ieee",
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    layout: str = "bshd",
+    return_lse: Literal[True],
+    deterministic: bool = True,
+    backend: str = "generated",
+    fp32_precision: str = "ieee",
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    layout: str = "bshd",
+    return_lse: bool,
+    deterministic: bool = True,
+    backend: str = "generated",
+    fp32_precision: str = "ieee",
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -58,7 +125,7 @@ def attention(
     deterministic: bool = True,
     backend: str = "generated",
     fp32_precision: str = "ieee",
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q·kᵀ·softmax_scale)·v, differentiable; gives out, or (out, lse) with return_lse.
 
     q is (batch, seqlen_q, num_q_heads, head_dim), k (batch, seqlen_k, num_kv_heads, head_dim), v (batch, seqlen_k,
@@ -89,35 +156,193 @@ def attention(
     release does not serve (all that is not described above), before any kernel runs.
     """
     if not (score_mod is mask_mod is q_scale is k_scale is v_scale is None):
-        check_features(
+        _check_served(score_mod=score_mod, mask_mod=mask_mod, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    if not isinstance(layout, str) or layout not in _LAYOUTS:
+        raise InvalidProblemError(
+            f'layout={layout!r} is not "bshd" (batch, seqlen, heads, head_dim) or "bhsd" (heads before seqlen)'
+        )
+    runs = _runs(backend, fp32_precision, GENERATED if deterministic else UNORDERED)
+    call = call_of(_LAYOUTS[layout], runs, softmax_scale, causal, window_size, softcap, dropout_p)
+    if alibi_slopes is sinks is attn_mask is None and call.dropout_p == 0.0:
+        return attend(q, k, v, NO_EXTRAS, call, return_lse)
+    rows_of(call.layout).check_kinds(q, k, v, NO_EXTRAS)
+    extras = as_extras(q, call, alibi_slopes=alibi_slopes, sinks=sinks, attn_mask=attn_mask)
+    return attend(q, k, v, extras, call, return_lse)
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Any = None,
+    max_seqlen_k: Any = None,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    deterministic: bool = True,
+    backend: str = "generated",
+    fp32_precision: str = "ieee",
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Any = None,
+    max_seqlen_k: Any = None,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    return_lse: Literal[True],
+    deterministic: bool = True,
+    backend: str = "generated",
+    fp32_precision: str = "ieee",
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Any = None,
+    max_seqlen_k: Any = None,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    return_lse: bool,
+    deterministic: bool = True,
+    backend: str = "generated",
+    fp32_precision: str = "ieee",
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Any = None,
+    max_seqlen_k: Any = None,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = True,
+    backend: str = "generated",
+    fp32_precision: str = "ieee",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` of each of many sequences, which see nothing of one another; gives out, or (out, lse).
+
+    q is (total_q, num_q_heads, head_dim), k (total_k, num_kv_heads, head_dim), v (total_k, num_kv_heads, head_dim_v);
+    any strides. cu_seqlens_q and cu_seqlens_k, int32 (sequences + 1,) on q's device, contiguous, say where each
+    sequence starts and where the last one ends: sequence b has rows cu_seqlens_q[b] … cu_seqlens_q[b + 1] − 1 and keys
+    cu_seqlens_k[b] … cu_seqlens_k[b + 1] − 1. Either may be none, and a row without keys gives 0. Rows after the last
+    sequence belong to none: their out and gradients are 0, their lse −inf, whatever they hold.
+
+    causal, window_size, softcap, alibi_slopes, sinks, dropout_p and fp32_precision mean for each sequence what they
+    mean in `attention`, aligned bottom-right; alibi_slopes may be (sequences, num_q_heads), and dropout keeps what it
+    keeps of a padded batch with the same seed. max_seqlen_q and max_seqlen_k are taken for compatibility and never
+    read: they may be numbers, tensors or left out. return_lse: also the natural-log log-sum-exp, fp32 (num_q_heads,
+    total_q), differentiable. Results and gradients are bit-for-bit repeatable, also with deterministic=False.
+
+    The host never waits for the GPU, so what lies in cu_seqlens is not checked: it is to start at 0, not to fall, and
+    to end at or before the totals. Where it does not, results are of no use, but nothing outside of the tensors is
+    read or written. Raises InvalidProblemError for tensors that do not fit together, and UnsupportedError for what this
+    release does not serve, before any kernel runs.
+    """
+    if not attn_mask is score_mod is mask_mod is q_scale is k_scale is v_scale is None:
+        _check_served(
+            attn_mask=attn_mask,
             score_mod=score_mod,
             mask_mod=mask_mod,
             q_scale=q_scale,
             k_scale=k_scale,
             v_scale=v_scale,
         )
+    check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    call = call_of(
+        PACKED, _runs(backend, fp32_precision, GENERATED), softmax_scale, causal, window_size, softcap, dropout_p
+    )
+    starts = Extras(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if alibi_slopes is sinks is None and call.dropout_p == 0.0:
+        return attend(q, k, v, starts, call, return_lse)
+    rows_of(PACKED).check_kinds(q, k, v, starts)
+    extras = as_extras(q, call, alibi_slopes=alibi_slopes, sinks=sinks, cu_seqlens=(cu_seqlens_q, cu_seqlens_k))
+    return attend(q, k, v, extras, call, return_lse)
+
+
+def check_max_seqlens(**values: Any) -> None:
+    """InvalidProblemError for maxima that are no lengths; their values are never read: no kernel needs them.
+
+    A graph that looked at them would be one of these numbers.
+    """
+    if _is_compiling():
+        return
+    for name, value in values.items():
+        if value is None or type(value) is int or isinstance(value, Tensor):
+            continue
+        try:
+            index(value)
+        except TypeError:
+            raise InvalidProblemError(f"{name}={value!r} is no integer; leave it out, no kernel needs it") from None
+
+
+def _runs(backend: Any, fp32_precision: Any, generated: int) -> int:
+    """What runs a call."""
     if backend not in ("generated", "reference"):
         raise InvalidProblemError(f'backend={backend!r} is not "generated" or "reference"; leave it out for kernels')
-    if not isinstance(layout, str) or layout not in _LAYOUTS:
-        raise InvalidProblemError(
-            f'layout={layout!r} is not "bshd" (batch, seqlen, heads, head_dim) or "bhsd" (heads before seqlen)'
-        )
-    if softmax_scale is not None and type(softmax_scale) is not float:
-        softmax_scale = as_scale(softmax_scale)
-    runs = REFERENCE if backend == "reference" else GENERATED if deterministic else UNORDERED
-    if fp32_precision != "ieee":
-        runs = as_tf32(runs, fp32_precision)
-    if type(softcap) is not float:
-        softcap = as_softcap(softcap)
-    mask, left, right = mask_of(causal, window_size)
-    if type(dropout_p) is not float or dropout_p != 0.0:
-        dropout_p = as_dropout(dropout_p)
-    call = (softmax_scale, mask, _LAYOUTS[layout], runs, left, right, softcap, dropout_p)
-    if alibi_slopes is sinks is attn_mask is None and dropout_p == 0.0:
-        return attend(q, k, v, call, return_lse)
-    check_kinds(q, k, v)
-    seed = draw_seed(q.device) if dropout_p != 0.0 else None
-    return attend(q, k, v, call, return_lse, as_extras(q, _LAYOUTS[layout], alibi_slopes, sinks, attn_mask, seed))
+    runs = REFERENCE if backend == "reference" else generated
+    return runs if fp32_precision == "ieee" else as_tf32(runs, fp32_precision)
 
 
 def warmup(
@@ -175,7 +400,7 @@ _FEATURES = {
 }
 
 
-def check_features(**arguments: Any) -> None:
+def _check_served(**arguments: Any) -> None:
     """UnsupportedError for the first argument that asks for what this release does not serve."""
     for name, value in arguments.items():
         if value is not None:

@@ -10,28 +10,44 @@ import torch
 from torch import Tensor
 
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
-from fa_autotune.ops.memory import BSHD, Quad
+from fa_autotune.ops.call import (
+    BOTTOM_RIGHT,
+    BSHD,
+    FULL,
+    NO_EXTRAS,
+    OPEN,
+    REFERENCE,
+    TF32,
+    WINDOW,
+    Call,
+    Extras,
+)
 from fa_autotune.problem.family import MAX_HEAD_DIM, MIN_HEAD_DIM
 from fa_autotune.reference.attention import TORCH_DTYPES
+from fa_autotune.reference.dropout import draw_seed
 
 MIN_SCALE, MAX_SCALE = 2.0**-125, 2.0**127  # times log2(e), still a normal fp32 number
-
-# Which keys a query row sees: all, those up to a diagonal that ends in one of two corners (causal), or those of a
-# bottom-right window, whose sizes are arguments of their own.
-FULL, BOTTOM_RIGHT, TOP_LEFT, WINDOW = 0, 1, 2, 3
-OPEN = -1  # size of a window's side that bounds nothing
-
-# What runs a call: plain torch, generated kernels, or those with a backward that may add up dq in any order.
-REFERENCE, GENERATED, UNORDERED = 0, 1, 2
-TF32 = 4  # added to one of the latter two: the operands of float32 products may be cut to tf32
-
 DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 
-# A call's alibi_slopes and sinks, fp32 (batch, num_q_heads), and its attn_mask (batch, num_q_heads, seqlen_q,
-# seqlen_k), or 1 in place of any; and what `dropout.draw_seed` gives; or empty, for none of them.
-Extras = tuple[Tensor | None, ...]
-ALIBI, SINKS, MASK, SEED = range(4)  # their places
-NUM_EXTRAS = 4
+
+def call_of(
+    layout: int,
+    backend: int,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any = 0.0,
+    dropout_p: Any = 0.0,
+) -> Call:
+    """What a call says, of arguments as users give them; InvalidProblemError names the first that is none."""
+    if softmax_scale is not None and type(softmax_scale) is not float:
+        softmax_scale = as_scale(softmax_scale)
+    if type(softcap) is not float:
+        softcap = as_softcap(softcap)
+    if type(dropout_p) is not float or dropout_p != 0.0:
+        dropout_p = as_dropout(dropout_p)
+    mask, left, right = mask_of(causal, window_size)
+    return Call(softmax_scale, mask, layout, backend, left, right, softcap, dropout_p)
 
 
 def as_scale(value: Any) -> float:
@@ -104,26 +120,41 @@ def as_tf32(runs: int, fp32_precision: Any) -> int:
 
 
 def as_extras(
-    q: Tensor, layout: int, alibi_slopes: Any, sinks: Any, attn_mask: Any = None, dropout_seed: Tensor | None = None
+    q: Tensor,
+    call: Call,
+    *,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    attn_mask: Any = None,
+    cu_seqlens: tuple[Tensor, Tensor] | None = None,
 ) -> Extras:
-    """Slopes and sinks of each batch and head, a mask and a seed, as kernels take them.
+    """Slopes and sinks of each head, a mask, and a new seed for dropout, as kernels take them; q's axes are there.
 
     InvalidProblemError for what is none.
     """
-    if alibi_slopes is sinks is attn_mask is dropout_seed is None:
-        return ()
-    batch_size, heads = q.shape[0], q.shape[2 if layout == BSHD else 1]
-    return (
-        as_heads_numbers("alibi_slopes", alibi_slopes, q, batch_size, heads, batched=True),
-        as_heads_numbers("sinks", sinks, q, batch_size, heads, batched=False),
-        _as_mask(attn_mask),
-        dropout_seed,
+    seed = draw_seed(q.device) if call.dropout_p != 0.0 else None
+    if cu_seqlens is None:
+        if alibi_slopes is sinks is attn_mask is seed is None:
+            return NO_EXTRAS
+        batch_size, heads = q.shape[0], q.shape[2 if call.layout == BSHD else 1]
+        return Extras(
+            alibi_slopes=as_heads_numbers("alibi_slopes", alibi_slopes, q, batch_size, heads, batched=True),
+            sinks=as_heads_numbers("sinks", sinks, q, batch_size, heads, batched=False),
+            attn_mask=_as_mask(attn_mask),
+            dropout_seed=seed,
+        )
+    starts_q, starts_k = cu_seqlens
+    if alibi_slopes is sinks is seed is None:
+        return Extras(None, None, None, None, starts_q, starts_k)
+    count, heads = starts_q.shape[0] - 1, q.shape[1]
+    scores = as_heads_numbers("sinks", sinks, q, 1, heads, batched=False)
+    return Extras(
+        alibi_slopes=as_heads_numbers("alibi_slopes", alibi_slopes, q, count, heads, batched=True),
+        sinks=None if scores is None else scores[0],
+        dropout_seed=seed,
+        cu_seqlens_q=starts_q,
+        cu_seqlens_k=starts_k,
     )
-
-
-def extra_of(extras: Extras, place: int) -> Tensor | None:
-    """One of a call's extras, None if it has none."""
-    return extras[place] if len(extras) > place else None
 
 
 def _as_mask(mask: Any) -> Tensor | None:
@@ -139,7 +170,7 @@ def _as_mask(mask: Any) -> Tensor | None:
     return shaped
 
 
-def check_mask(mask: Tensor, size: Quad, q: Tensor) -> None:
+def check_mask(mask: Tensor, size: tuple[int, int, int, int], q: Tensor) -> None:
     """InvalidProblemError for a mask that is not of a call with scores of that size (batch, heads, queries, keys)."""
     if mask.ndim != 4 or any(have not in (1, want) for have, want in zip(mask.shape, size, strict=True)):
         raise InvalidProblemError(
@@ -153,24 +184,6 @@ def check_mask(mask: Tensor, size: Quad, q: Tensor) -> None:
         )
     if mask.device != q.device:
         raise InvalidProblemError(f"attn_mask is on {mask.device} and q on {q.device}; move one of them")
-
-
-def mask_options(mask: Tensor | None, dtype: torch.dtype) -> dict[str, Any]:
-    """The options of a family of such a dtype whose calls have a mask (batch, heads, rows, keys)."""
-    if mask is None:
-        return {}
-    kind = "bool_mask" if mask.dtype is torch.bool else "bias" if mask.dtype is dtype else "wide_bias"
-    return {kind: True, "loose_mask": is_loose(mask)}
-
-
-def is_loose(mask: Tensor) -> bool:
-    """Whether a mask (batch, heads, rows, keys) can't be read 16 bytes at a time, by its pointer and strides."""
-    *outer, keys = mask.shape
-    *strides, last = mask.stride()
-    itemsize = mask.element_size()
-    apart = [stride for size, stride in zip(outer, strides, strict=True) if size > 1]
-    # One number for all keys is read with a stride of 0.
-    return bool(last != 1 or keys == 1 or mask.data_ptr() % 16 or any(stride * itemsize % 16 for stride in apart))
 
 
 def as_heads_numbers(name: str, tensor: Any, q: Tensor, batch_size: int, heads: int, *, batched: bool) -> Tensor | None:
@@ -241,17 +254,6 @@ def check_tensor(name: str, tensor: Any) -> None:
         raise InvalidProblemError(f"{name} is a {type(tensor).__name__}, attention takes torch tensors; convert it")
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise InvalidProblemError(f"{name} is a sparse or nested tensor, attention takes dense ones; convert it")
-
-
-def check_kinds(q: Any, k: Any, v: Any) -> None:
-    """What must hold before a tensor's dimensions and strides can be read."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, tensor)
-        if tensor.ndim != 4:
-            raise InvalidProblemError(
-                f"{name} has shape {tuple(tensor.shape)}, attention takes 4 dimensions: batch, seqlen, heads, head_dim "
-                '(layout="bhsd": heads before seqlen); add what is missing with unsqueeze'
-            )
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -1,162 +1,165 @@
-"""The two ways to compute a backward on generated kernels, bound to one kind of call.
+"""The two ways to compute a backward on generated kernels.
 
 Split: delta, then dk and dv, then dq, each from its own kernel. Fused: one kernel computes all three, which saves two
 of seven matrix products, between one that prepares the statistics and one that puts dq in order.
 """
 
-from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fa_autotune.dispatch.dispatcher import BackwardWay
-from fa_autotune.dispatch.loaded_kernels import dispatcher_of, kernel_for
-from fa_autotune.kernels.fast_launch import Launch, bind
-from fa_autotune.ops.arguments import is_loose
-from fa_autotune.ops.memory import Allocate, access_of, contiguous, sketch
-from fa_autotune.problem.family import KEYLESS_PASSES, Access, Pass
-from fa_autotune.problem.problem import AttentionProblem
-from fa_autotune.reference.features import NO_FEATURES, Features
-from fa_autotune.space.workspace import dq_acc_size, statistics_size, turns_size, whole_mask_rows
+from fa_autotune.dispatch.loaded_kernels import dispatcher_of
+from fa_autotune.kernels.fast_launch import Counts, Launch
+from fa_autotune.kernels.loaded import LoadedKernel
+from fa_autotune.ops.call import UNORDERED, Extras, Saved
+from fa_autotune.ops.call_kernels import CallKernels
+from fa_autotune.ops.memory import access_of
+from fa_autotune.ops.rows.rows import Workspaces
+from fa_autotune.problem.family import Access, Pass
+from fa_autotune.reference.features import sink_gradient
+
+_ROW_NUMBERS = ("lse", "delta")
+_WORKSPACES = ("statistics", "turns", "dq_acc", "d_mask")
+
+
+class Targets(NamedTuple):
+    """Where a backward's kernels write; None for what is not needed, and k and v together.
+
+    d_mask: the gradient of what a mask adds to each score, fp32 (batch, num_q_heads, seqlen_q, `whole_mask_rows`), 0
+    before where the call bounds the keys; it goes with q.
+    """
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    d_mask: Tensor | None = None
 
 
 class Backward(Protocol):
     """The launches of a backward."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
-        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, *features: Tensor, d_mask: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Write dq, dk and dv, those of them that are needed, and give delta (batch, num_q_heads, seqlen_q).
-
-        `features`: a backward's `feature_tensors`. `d_mask` takes the gradient of what a mask adds, if that is needed:
-        fp32 (batch, num_q_heads, seqlen_q, `whole_mask_rows`), 0 before where the call bounds the keys. Only the
-        addresses of the other tensors are read.
-        """
+        self, saved: Saved, d_out: Tensor, d_lse: Tensor | None, into: Targets, *, wants_sinks: bool
+    ) -> Tensor | None:
+        """Write the gradients; gives that of sinks, if it is wanted. Only the addresses of tensors are read."""
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackwardCall:
-    """A kind of backward: the forward's problem, the index of its GPU (negative: the interpreter's), its scalars and
-    features, and what allocates memory beside the tensors.
-
-    The tensors are (batch, heads, seqlen, head_dim), those that are yet to be allocated on the meta device.
-    """
-
-    problem: AttentionProblem
-    index: int
-    softmax_scale: float
-    diagonal: int | None
-    allocate: Allocate
-    features: Features = NO_FEATURES
-    mask_gradient: bool = False
-
-    def bound(self, kernel_pass: Pass, access: Access, *tensors: Tensor, unordered: bool = False) -> Launch:
-        """The kernel that dispatch chooses for a pass, bound to tensors."""
-        mask_gradient = self.mask_gradient and kernel_pass is Pass.BWD_DQ
-        problem = self.problem.for_pass(kernel_pass, unordered=unordered, mask_gradient=mask_gradient)
-        problem = replace(problem, family=replace(problem.family, access=access))
-        if kernel_pass not in KEYLESS_PASSES and self.features.attn_mask is not None:  # saved ones may lie elsewhere
-            loose = is_loose(self.features.attn_mask)
-            problem = replace(problem, family=replace(problem.family, loose_mask=loose))
-        numbers: tuple[float | int | None, ...] = ()
-        if kernel_pass not in KEYLESS_PASSES:
-            numbers = (self.softmax_scale, self.diagonal, *self.features.numbers(problem.family))
-        gpu = self.index if self.index >= 0 else None
-        every = (*tensors, *self.features.tensors(problem.family))
-        return bind(kernel_for(problem, self.index), every, *numbers, gpu=gpu)
+def backward_of(kernels: CallKernels, saved: Saved, d_out: Tensor, into: Targets) -> Backward:
+    """The faster way for a call whose tensors lie so, its kernels loaded; NoKernelError, CompileError."""
+    view = kernels.rows.view
+    access = access_of(view(saved.q), view(saved.k), view(saved.v), view(d_out))
+    if into.q is None or into.k is None or into.v is None:
+        return SplitBackward(kernels, access, saved, d_out, into)
+    if not access is access_of(view(into.k), view(into.v)) is Access.TMA:
+        return SplitBackward(kernels, access, saved, d_out, into)
+    dispatcher, unordered = dispatcher_of(kernels.home.index), kernels.call.runs == UNORDERED
+    way = dispatcher.backward_choice(kernels.problem_as(access), unordered=unordered).way
+    if way is BackwardWay.SPLIT:
+        return SplitBackward(kernels, access, saved, d_out, into)
+    return FusedBackward(kernels, saved, d_out, into.q, unordered=way is BackwardWay.FUSED_UNORDERED)
 
 
-def bind_backward(
-    call: BackwardCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, *, unordered: bool,
-) -> Backward:  # fmt: skip
-    """The faster way for a call, bound; gradients that are None are not needed. NoKernelError, CompileError."""
-    access = access_of(q, k, v, d_out)
-    family = replace(call.problem.family, access=access)
-    problem = replace(call.problem, family=family)
-    if dq is not None and dk is not None and dv is not None and access is access_of(dk, dv) is Access.TMA:
-        way = dispatcher_of(call.index).backward_choice(problem, unordered=unordered).way
-        if way is not BackwardWay.SPLIT:
-            is_free = way is BackwardWay.FUSED_UNORDERED
-            return FusedBackward(call, q, k, v, out, lse, d_out, dq, dk, dv, unordered=is_free)
-    return SplitBackward(call, q, k, v, out, lse, d_out, dq, dk, dv)
+class _Step:
+    """One of a backward's kernels; bound by its first launch to how the tensors lie."""
+
+    def __init__(self, kernels: CallKernels, kernel: LoadedKernel, *names: str) -> None:
+        """`names`: what the kernel takes and gives, in its order."""
+        self._kernels, self._kernel, self._names = kernels, kernel, names
+        self._extras = kernel.candidate.family.extra_tensors
+        self._launch: Launch | None = None
+
+    def __call__(self, counts: Counts | None, extras: Extras, *tensors: Tensor) -> None:
+        launch = self._launch or self._bound(extras, tensors)
+        launch(counts, *tensors, *(getattr(extras, name) for name in self._extras))
+
+    def _bound(self, extras: Extras, tensors: tuple[Tensor, ...]) -> Launch:
+        rows = self._kernels.rows
+        taken = [
+            tensor if name in _WORKSPACES else rows.row_numbers(tensor) if name in _ROW_NUMBERS else rows.view(tensor)
+            for name, tensor in zip(self._names, tensors, strict=True)
+        ]
+        self._launch = launch = self._kernels.bound(self._kernel, taken, extras)
+        return launch
 
 
 class SplitBackward:
     """delta, dk and dv, dq: three kernels, and only those that are needed."""
 
-    def __init__(
-        self, call: BackwardCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor,
-        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
-    ) -> None:  # fmt: skip
-        self._allocate = call.allocate
-        self._statistic = tuple(lse.shape), lse.stride()
-        delta = sketch(self._statistic, torch.float32)
-        access, inputs = access_of(q, k, v, d_out), (q, k, v, d_out, lse, delta)
-        self._delta = call.bound(Pass.BWD_DELTA, access_of(out, d_out), out, d_out, delta)
-        self._dkdv = None if dk is None or dv is None else call.bound(Pass.BWD_DKDV, access, *inputs, dk, dv)
-        d_mask = self._d_mask_of(call) if call.mask_gradient else ()
-        self._dq = None if dq is None else call.bound(Pass.BWD_DQ, access, *inputs, dq, *d_mask)
+    def __init__(self, kernels: CallKernels, access: Access, saved: Saved, d_out: Tensor, into: Targets) -> None:
+        self._kernels = kernels
+        view, mask = kernels.rows.view, saved.extras.attn_mask
+        inputs = ("q", "k", "v", "do", "lse", "delta")
+        of_rows = kernels.kernel_for(Pass.BWD_DELTA, access_of(view(saved.out), view(d_out)))
+        self._delta = _Step(kernels, of_rows, "out", "do", "delta")
+        self._dkdv = self._dq = None
+        if into.k is not None:
+            self._dkdv = _Step(kernels, kernels.kernel_for(Pass.BWD_DKDV, access, mask), *inputs, "dk", "dv")
+        if into.q is not None:
+            has_mask = into.d_mask is not None
+            kernel = kernels.kernel_for(Pass.BWD_DQ, access, mask, mask_gradient=has_mask)
+            self._dq = _Step(kernels, kernel, *inputs, "dq", *(["d_mask"] if has_mask else []))
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
-        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, *features: Tensor, d_mask: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        delta = self._allocate(*self._statistic, torch.float32)
-        self._delta(out, d_out, delta)
+        self, saved: Saved, d_out: Tensor, d_lse: Tensor | None, into: Targets, *, wants_sinks: bool
+    ) -> Tensor | None:
+        q, k, v, out, lse, extras = saved
+        counts = self._kernels.rows.counts(q, k, extras)
+        delta = self._kernels.home.allocate(lse.shape, lse.stride(), torch.float32)
+        self._delta(counts, extras, out, d_out, delta)
         if d_lse is not None:
             delta.sub_(d_lse)
-        if self._dkdv is not None:
-            self._dkdv(q, k, v, d_out, lse, delta, dk, dv, *features)
-        if self._dq is not None:
-            self._dq(q, k, v, d_out, lse, delta, dq, *(() if d_mask is None else (d_mask,)), *features)
-        return delta
-
-    @staticmethod
-    def _d_mask_of(call: BackwardCall) -> tuple[Tensor]:
-        shape = call.problem.shape
-        size = (shape.batch_size, shape.num_q_heads, shape.seqlen_q, whole_mask_rows(shape.seqlen_k))
-        return (sketch(contiguous(size), torch.float32),)
+        if self._dkdv is not None and into.k is not None and into.v is not None:
+            self._dkdv(counts, extras, q, k, v, d_out, lse, delta, into.k, into.v)
+        if self._dq is not None and into.q is not None:
+            d_mask = () if into.d_mask is None else (into.d_mask,)
+            self._dq(counts, extras, q, k, v, d_out, lse, delta, into.q, *d_mask)
+        return sink_gradient(extras.sinks, lse, delta) if wants_sinks and extras.sinks is not None else None
 
 
 class FusedBackward:
     """All three gradients from one kernel, between its preprocessing and its postprocessing."""
 
-    def __init__(
-        self, call: BackwardCall, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor,
-        dq: Tensor, dk: Tensor, dv: Tensor, *, unordered: bool,
-    ) -> None:  # fmt: skip
-        self._allocate = call.allocate
-        self._unordered = unordered
-        family, shape = call.problem.family, call.problem.shape
-        self._statistics = contiguous(statistics_size(shape))
-        self._turns = contiguous(turns_size(shape))
-        self._dq_acc = contiguous(dq_acc_size(family, shape))
-        self._rows = lse.shape
-        statistics, turns = sketch(self._statistics, torch.float32), sketch(self._turns, torch.int32)
-        dq_acc = sketch(self._dq_acc, torch.float32)
-        self._preprocess = call.bound(Pass.BWD_PREPROCESS, access_of(out, d_out), out, d_out, lse, statistics, turns)
-        inputs = (q, k, v, d_out, statistics, turns)
-        self._fused = call.bound(Pass.BWD_FUSED, Access.TMA, *inputs, dk, dv, dq_acc, unordered=unordered)
-        self._postprocess = call.bound(Pass.BWD_POSTPROCESS, access_of(dq), dq_acc, dq)
+    def __init__(self, kernels: CallKernels, saved: Saved, d_out: Tensor, dq: Tensor, *, unordered: bool) -> None:
+        self._kernels, self._unordered = kernels, unordered
+        view = kernels.rows.view
+        before = kernels.kernel_for(Pass.BWD_PREPROCESS, access_of(view(saved.out), view(d_out)))
+        fused = kernels.kernel_for(Pass.BWD_FUSED, Access.TMA, unordered=unordered)
+        after = kernels.kernel_for(Pass.BWD_POSTPROCESS, access_of(view(dq)))
+        self._preprocess = _Step(kernels, before, "out", "do", "lse", "statistics", "turns")
+        self._fused = _Step(kernels, fused, "q", "k", "v", "do", "statistics", "turns", "dk", "dv", "dq_acc")
+        self._postprocess = _Step(kernels, after, "dq_acc", "dq")
+        self._workspaces: Workspaces | None = None  # where lengths are a plan's
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
-        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, *features: Tensor, d_mask: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        statistics = self._allocate(*self._statistics, torch.float32)
-        turns = self._allocate(*self._turns, torch.int32)
-        dq_acc = self._allocate(*self._dq_acc, torch.float32)
-        self._preprocess(out, d_out, lse, statistics, turns)
-        *heads, seqlen_q = self._rows
-        delta = statistics[1].view(*heads, -1)[..., :seqlen_q]
+        self, saved: Saved, d_out: Tensor, d_lse: Tensor | None, into: Targets, *, wants_sinks: bool
+    ) -> Tensor | None:
+        q, k, v, out, lse, extras = saved
+        kernels, rows = self._kernels, self._kernels.rows
+        counts = rows.counts(q, k, extras)
+        sizes = self._workspaces or rows.workspaces(kernels.family, kernels.shape, counts)
+        if counts is None:
+            self._workspaces = sizes
+        allocate = kernels.home.allocate
+        statistics = allocate(*sizes.statistics, torch.float32)
+        turns = allocate(*sizes.turns, torch.int32)
+        self._preprocess(counts, extras, out, d_out, lse, statistics, turns)
         if d_lse is not None:
-            delta.sub_(d_lse)
-        if self._unordered:
-            dq_acc.zero_()
-        self._fused(q, k, v, d_out, statistics, turns, dk, dv, dq_acc, *features)
-        self._postprocess(dq_acc, dq)
-        return delta
+            rows.subtract(statistics, d_lse, saved)
+        assert into.q is not None
+        assert into.k is not None
+        assert into.v is not None
+        if counts is not None and 0 in (counts.total_q, counts.total_k):  # descriptors address no tensor without rows
+            for gradient in (into.q, into.k, into.v):
+                gradient.zero_()
+        else:
+            dq_acc = allocate(*sizes.dq_acc, torch.float32)
+            if self._unordered:
+                dq_acc.zero_()
+            self._fused(counts, extras, q, k, v, d_out, statistics, turns, into.k, into.v, dq_acc)
+            self._postprocess(counts, extras, dq_acc, into.q)
+        if not wants_sinks or extras.sinks is None:
+            return None
+        return sink_gradient(extras.sinks, lse, rows.delta(statistics, saved))

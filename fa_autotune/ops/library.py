@@ -4,49 +4,60 @@ They are what a graph holds (torch.compile, export, make_fx) and what modes and 
 past them. Registered when this module is imported.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fa_autotune.errors import UnsupportedError
-from fa_autotune.ops.arguments import MASK, NUM_EXTRAS, SINKS, Extras, check_kinds, check_tensors, extra_of
-from fa_autotune.ops.kernel_plan import GRADIENTS, CallArguments, Gradients, Needed
-from fa_autotune.ops.memory import Quad, dense, heads_first, lse_size, out_size, quad
+from fa_autotune.ops.call import NO_EXTRAS, Call, Extras, Gradients, Needed, Saved
+from fa_autotune.ops.memory import Geometry
 from fa_autotune.ops.plans import plan_of
+from fa_autotune.ops.rows.kinds import rows_of
+from fa_autotune.ops.torch_private import autograd_info, has_forward_mode, has_tangent, make_autograd_impl
 
 _library: Any = torch.library  # its functions lack types
-_torch_autograd: Any = getattr(torch._library, "autograd", None)
-_unpack_dual: Any = forward_ad.unpack_dual
 LIBRARY = _library.Library("fa_autotune", "DEF")
 
-_CALL = "float? softmax_scale, int mask, int layout, int backend, int window_left=-1, int window_right=-1, "
-_CALL += "float softcap=0.0, float dropout_p=0.0"
-_EXTRAS = "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? attn_mask=None, Tensor? dropout_seed=None"
-_NUM_CALL = _CALL.count(",") + 1
-_NUM_INPUTS = 3 + _NUM_CALL + NUM_EXTRAS  # q, k, v, the call, and its extras
+_CALL = (
+    "float? softmax_scale, int mask, int layout, int backend, int window_left=-1, int window_right=-1, "
+    "float softcap=0.0, float dropout_p=0.0"
+)
+_EXTRAS = ", ".join(f"Tensor? {name}=None" for name in Extras._fields)
+_GRADIENTS = ", ".join(f"Tensor d_{name}" for name in Gradients._fields)
+_NUM_CALL = len(Call._fields)
 LIBRARY.define(
     f"forward(Tensor q, Tensor k, Tensor v, {_CALL}, {_EXTRAS}) -> (Tensor out, Tensor lse)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 LIBRARY.define(
     "backward(Tensor? d_out, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool[] needed, "
-    f"{_CALL}, {_EXTRAS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_sinks, Tensor d_mask)",
+    f"{_CALL}, {_EXTRAS}) -> ({_GRADIENTS})",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
 
-def _split(arguments: tuple[Any, ...]) -> tuple[CallArguments, Extras]:
-    """An operator's arguments after its tensors and `needed`: what the call says, and its extras."""
-    extras = (*arguments[_NUM_CALL:], *(None,) * NUM_EXTRAS)[:NUM_EXTRAS]
-    return CallArguments(*arguments[:_NUM_CALL]), extras if any(tensor is not None for tensor in extras) else ()
+def extras_of(tensors: Iterable[Tensor | None]) -> Extras:
+    """A call's extras, of its tensors in their order; those at the end may be left out."""
+    extras = Extras(*tensors)
+    return extras if any(tensor is not None for tensor in extras) else NO_EXTRAS
+
+
+def needed_of(q: bool, k: bool, v: bool, of_extras: Iterable[bool]) -> Needed:
+    """Which gradients an autograd function is asked for."""
+    for_extras = dict(zip(Extras._fields, of_extras, strict=False))
+    return Needed(q, k, v, for_extras.get("sinks", False), for_extras.get("attn_mask", False))
+
+
+def _said(arguments: tuple[Any, ...]) -> tuple[Call, Extras]:
+    """An operator's arguments after its first tensors: what the call says, and its extras."""
+    return Call(*arguments[:_NUM_CALL]), extras_of(arguments[_NUM_CALL:])
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    call, extras = _split(arguments)
-    return plan_of(q, k, v, call, extras).forward(q, k, v, *extras)
+    call, extras = _said(arguments)
+    return plan_of(q, k, v, extras, call).forward(q, k, v, extras)
 
 
 def _backward(
@@ -60,17 +71,11 @@ def _backward(
     needed: list[bool],
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
-    call, extras = _split(arguments)
-    plan = plan_of(q, k, v, call, extras)
-    gradients = plan.backward((q, k, v, out, lse, *extras), d_out, d_lse, _whole(needed))
+    call, extras = _said(arguments)
+    plan = plan_of(q, k, v, extras, call)
+    gradients = plan.backward(Saved(q, k, v, out, lse, extras), d_out, d_lse, Needed(*needed))
     # An operator's results are tensors: one of no element stands for a gradient that nobody needs.
     return tuple(q.new_empty(0) if gradient is None else gradient for gradient in gradients)
-
-
-def _whole(needed: Sequence[bool]) -> Needed:
-    """What an operator is told of; gradients that are not mentioned are not needed."""
-    dq, dk, dv, d_sinks, d_mask = (*needed, *(False,) * len(GRADIENTS))[: len(GRADIENTS)]
-    return dq, dk, dv, d_sinks, d_mask
 
 
 for _backend in ("CPU", "CUDA"):
@@ -78,15 +83,16 @@ for _backend in ("CPU", "CUDA"):
     LIBRARY.impl("backward", _backward, _backend)
 
 
-def _empty(size: Quad, like: Tensor, layout: int) -> Tensor:
-    return like.new_empty_strided(*dense(size, layout))
+def _empty(geometry: Geometry, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return like.new_empty_strided(*geometry, dtype=dtype)
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    layout = _split(arguments)[0].layout
-    check_kinds(q, k, v)
-    check_tensors(*(heads_first(tensor, layout) for tensor in (q, k, v)))
-    return _empty(out_size(q, v), q, layout), q.new_empty(lse_size(q, layout), dtype=torch.float32)
+    call, extras = _said(arguments)
+    rows = rows_of(call.layout)
+    rows.check(q, k, v, extras, call)
+    to_out, to_lse = rows.results(q, v)
+    return _empty(to_out, q), _empty(to_lse, q, torch.float32)
 
 
 def _fake_backward(
@@ -100,16 +106,17 @@ def _fake_backward(
     needed: list[bool],
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
-    call, extras = _split(arguments)
-    gradients = [
-        _empty(quad(tensor), tensor, call.layout) if wanted else q.new_empty(0)
-        for tensor, wanted in zip((q, k, v), needed[:3], strict=True)
-    ]
-    *_, wants_sinks, wants_mask = _whole(needed)
-    for place, wanted in ((SINKS, wants_sinks), (MASK, wants_mask)):
-        extra = extra_of(extras, place)
-        gradients.append(q.new_empty(0) if extra is None or not wanted else extra.new_empty(extra.shape))
-    return tuple(gradients)
+    (call, extras), wanted = _said(arguments), Needed(*needed)
+    gradient = rows_of(call.layout).gradient
+    sinks, mask = extras.sinks, extras.attn_mask
+    found = Gradients(
+        q=_empty(gradient(q), q) if wanted.q else None,
+        k=_empty(gradient(k), k) if wanted.k else None,
+        v=_empty(gradient(v), v) if wanted.v else None,
+        sinks=sinks.new_empty(sinks.shape) if sinks is not None and wanted.sinks else None,
+        attn_mask=mask.new_empty(mask.shape) if mask is not None and wanted.attn_mask else None,
+    )
+    return tuple(q.new_empty(0) if one is None else one for one in found)
 
 
 _library.register_fake("fa_autotune::forward", _fake_forward, lib=LIBRARY)
@@ -117,25 +124,22 @@ _library.register_fake("fa_autotune::backward", _fake_backward, lib=LIBRARY)
 
 
 def attention_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """`plans.plan_of(...).forward`, through the dispatcher."""
+    """`plans.plan_of(...).forward`, through the dispatcher; `arguments`: a call's fields, then its extras."""
     out, lse = torch.ops.fa_autotune.forward(q, k, v, *arguments)
     return out, lse
 
 
-def gradients_op(
-    saved: tuple[Any, ...], d_out: Tensor | None, d_lse: Tensor | None, arguments: tuple[Any, ...], needed: Any
-) -> Gradients:
+def gradients_op(saved: Saved, d_out: Tensor | None, d_lse: Tensor | None, call: Call, needed: Needed) -> Gradients:
     """A plan's `backward`, through the dispatcher."""
-    found = torch.ops.fa_autotune.backward(d_out, d_lse, *saved[:5], list(needed), *arguments, *saved[5:])
-    dq, dk, dv, d_sinks, d_mask = (gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True))
-    return dq, dk, dv, d_sinks, d_mask
+    return _gradients_by(torch.ops.fa_autotune.backward, saved, d_out, d_lse, call, needed)
 
 
-def needed_of(needs_input_grad: tuple[bool, ...], first_extra: int) -> Needed:
-    """Which gradients an autograd function is asked for; its extras are its inputs from `first_extra` on."""
-    dq, dk, dv, *_ = needs_input_grad
-    _, sinks, mask, _ = (*needs_input_grad[first_extra:], *(False,) * NUM_EXTRAS)[:NUM_EXTRAS]
-    return dq, dk, dv, sinks, mask
+def _gradients_by(
+    op: Any, saved: Saved, d_out: Tensor | None, d_lse: Tensor | None, call: Call, needed: Needed
+) -> Gradients:
+    q, k, v, out, lse, extras = saved
+    found = op(d_out, d_lse, q, k, v, out, lse, list(needed), *call, *extras)
+    return Gradients(*(gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True)))
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -143,48 +147,48 @@ def needed_of(needs_input_grad: tuple[bool, ...], first_extra: int) -> Needed:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *arguments = inputs
-    call, extras = _split(tuple(arguments))
+    call, extras = _said(tuple(arguments))
     ctx.save_for_backward(q, k, v, *output, *extras)
     ctx.set_materialize_grads(False)
-    ctx.call = tuple(call)
+    ctx.call = call
 
 
 def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+    return _differentiate_by(torch.ops.fa_autotune.backward, ctx, d_out, d_lse)
+
+
+def _differentiate_by(op: Any, ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+    """What autograd is given for each input of `forward`."""
+    for_q, for_k, for_v, *for_others = ctx.needs_input_grad
     if d_out is None and d_lse is None:
-        return (None,) * _NUM_INPUTS
-    needed = needed_of(ctx.needs_input_grad, 3 + _NUM_CALL)
-    return _for_inputs(gradients_op(ctx.saved_tensors, d_out, d_lse, ctx.call, needed), needed)
-
-
-def _for_inputs(gradients: Iterable[Tensor | None], needed: Needed) -> tuple[Tensor | None, ...]:
-    """What autograd is given for each input of `forward`: those of q, k, v, sinks and mask that are needed."""
-    found = (gradient if wanted else None for gradient, wanted in zip(gradients, needed, strict=True))
-    dq, dk, dv, d_sinks, d_mask = found
-    return dq, dk, dv, *(None,) * (_NUM_CALL + 1), d_sinks, d_mask, None
+        return (None,) * len(ctx.needs_input_grad)
+    q, k, v, out, lse, *extras = ctx.saved_tensors
+    needed = needed_of(for_q, for_k, for_v, for_others[_NUM_CALL:])
+    found = _gradients_by(op, Saved(q, k, v, out, lse, extras_of(extras)), d_out, d_lse, ctx.call, needed)
+    of_others = (*(None,) * _NUM_CALL, *found.of_extras())
+    return found.q, found.k, found.v, *of_others[: len(for_others)]
 
 
 def _refuse_to_differentiate_twice(ctx: Any, *gradients: Tensor) -> None:
     raise UnsupportedError(
         "attention has no second derivative: a gradient of its gradients was asked for; use "
-        "torch.nn.functional.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH) there"
+        "torch.nn.functional.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)"
     )
 
 
 def _register_forward_autograd() -> None:
     """As `torch.library.register_autograd` does, with a check: what it registers lets tangents get lost in silence."""
-    differentiated = _torch_autograd.make_autograd_impl(
-        torch.ops.fa_autotune.forward.default, _torch_autograd.Info(_differentiate, _save)
-    )
+    differentiated = make_autograd_impl(torch.ops.fa_autotune.forward.default, autograd_info(_differentiate, _save))
 
     def forward(keys: Any, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
-        if forward_ad._current_level >= 0:
+        if has_forward_mode():
             check_tangents(q, k, v, *(tensor for tensor in arguments if isinstance(tensor, Tensor)))
         return differentiated(keys, q, k, v, *arguments)
 
     LIBRARY.impl("forward", forward, "Autograd", with_keyset=True)
 
 
-if hasattr(_torch_autograd, "make_autograd_impl") and hasattr(_torch_autograd, "Info"):
+if make_autograd_impl is not None and autograd_info is not None:
     _register_forward_autograd()
 else:
     _library.register_autograd("fa_autotune::forward", _differentiate, setup_context=_save, lib=LIBRARY)
@@ -199,12 +203,14 @@ def fold_batch(op: Any, batch_size: int, in_dims: Any, arguments: tuple[Any, ...
 
     The mapped axis becomes part of the batch; a tensor without one is expanded.
     """
-    if any(isinstance(argument, Tensor) and argument.dtype is torch.int64 for argument in arguments):
+    tensors = [(tensor, dim) for tensor, dim in zip(arguments, in_dims, strict=True) if isinstance(tensor, Tensor)]
+    if any(tensor.dtype is torch.int64 for tensor, _ in tensors):
         raise UnsupportedError(
             "attention with dropout_p has no rule for vmap: one seed tells what every example drops; map over examples "
             "with dropout_p=0.0, or make the mapped axis part of the batch"
         )
-    tensors = [(tensor, dim) for tensor, dim in zip(arguments, in_dims, strict=True) if isinstance(tensor, Tensor)]
+    if any(tensor.dtype is torch.int32 for tensor, _ in tensors):
+        raise UnsupportedError("attention_varlen has no rule for vmap; use `attention` on a padded batch")
     batch = max(tensor.shape[0 if dim is None else int(dim == 0)] for tensor, dim in tensors)
 
     def folded(tensor: Any, dim: int | None) -> Any:
@@ -246,13 +252,7 @@ class TransformableAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> Any:
-        if d_out is None and d_lse is None:
-            return (None,) * _NUM_INPUTS
-        needed = needed_of(ctx.needs_input_grad, 3 + _NUM_CALL)
-        apply: Any = _TransformableGradients.apply
-        saved = ctx.saved_tensors
-        found = apply(d_out, d_lse, *saved[:5], list(needed), *ctx.call, *saved[5:])
-        return _for_inputs(found, needed)
+        return _differentiate_by(_TransformableGradients.apply, ctx, d_out, d_lse)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -289,7 +289,7 @@ class _TransformableGradients(torch.autograd.Function):
 
 def check_tangents(*tensors: Tensor) -> None:
     """UnsupportedError if a tensor has a tangent."""
-    if any(_unpack_dual(tensor).tangent is not None for tensor in tensors):
+    if any(map(has_tangent, tensors)):
         refuse_forward_mode()
 
 

@@ -1,48 +1,15 @@
-"""How tensors of a call lie in memory: layouts, extents, allocation, access."""
+"""How tensors of a call lie in memory: extents and strides, allocation, access."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from fa_autotune.ops.torch_private import empty_strided_cuda
 from fa_autotune.problem.family import Access
 
-# Order of a call's axes, and how its results lie in memory. Plain integers: they are arguments of an operator.
-BHSD, BSHD, BHSD_STORED_AS_BSHD = 0, 1, 2
-
-Quad = tuple[int, int, int, int]
-
-
 Geometry = tuple[tuple[int, ...], tuple[int, ...]]  # size and strides
-
-
 Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
-
-
-_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-
-
-_empty_on_gpu: Allocate | None = getattr(_guards, "_empty_strided_cuda", None)
-
-
-def heads_first(tensor: Tensor, layout: int) -> Tensor:
-    """The view (batch, heads, seqlen, head_dim) of a call's tensor."""
-    return tensor.transpose(1, 2) if layout == BSHD else tensor
-
-
-def dense(size: Quad, layout: int) -> Geometry:
-    """A result of that size in memory: contiguous in the layout that it is stored in."""
-    _, second, third, last = size
-    if layout == BHSD_STORED_AS_BSHD:
-        return size, (second * third * last, last, second * last, 1)
-    return size, (second * third * last, third * last, last, 1)
-
-
-def lse_geometry(q: Tensor, layout: int) -> Geometry:
-    """(batch, num_q_heads, seqlen_q), contiguous."""
-    batch_size, num_heads, seqlen_q = lse_size(q, layout)
-    return (batch_size, num_heads, seqlen_q), (num_heads * seqlen_q, seqlen_q, 1)
 
 
 def contiguous(size: tuple[int, ...]) -> Geometry:
@@ -53,37 +20,15 @@ def contiguous(size: tuple[int, ...]) -> Geometry:
     return size, tuple(strides)
 
 
-def sketch(geometry: Geometry, dtype: torch.dtype) -> Tensor:
-    """What binding a kernel needs of a tensor that is yet to be allocated."""
-    return torch.empty_strided(*geometry, dtype=dtype, device="meta")
-
-
 def allocator(device: torch.device) -> Allocate:
     """Allocates tensors of a size, strides and dtype on a device; a GPU must be current.
 
     On a GPU past torch's dispatcher, if torch offers what its own compiled code allocates with: half the host time.
     """
-    if device.type == "cuda" and _empty_on_gpu is not None:
-        return _empty_on_gpu
+    if device.type == "cuda" and empty_strided_cuda is not None:
+        on_gpu: Allocate = empty_strided_cuda
+        return on_gpu
     return lambda size, strides, dtype: torch.empty_strided(size, strides, dtype=dtype, device=device)
-
-
-def quad(tensor: Tensor) -> Quad:
-    """A tensor's four extents."""
-    first, second, third, last = tensor.shape
-    return first, second, third, last
-
-
-def out_size(q: Tensor, v: Tensor) -> Quad:
-    """Size of the output, in the order of q's axes."""
-    batch_size, second, third, _ = q.shape
-    return batch_size, second, third, v.shape[3]
-
-
-def lse_size(q: Tensor, layout: int) -> tuple[int, int, int]:
-    """(batch, num_q_heads, seqlen_q)."""
-    batch_size, second, third, _ = q.shape
-    return (batch_size, third, second) if layout == BSHD else (batch_size, second, third)
 
 
 def access_of(*tensors: Tensor) -> Access:
@@ -98,3 +43,13 @@ def access_of(*tensors: Tensor) -> Access:
         if 0 in outer:
             access = Access.ALIGNED
     return access
+
+
+def is_loose(mask: Tensor) -> bool:
+    """Whether a mask (batch, heads, rows, keys) can't be read 16 bytes at a time, by its pointer and strides."""
+    *outer, keys = mask.shape
+    *strides, last = mask.stride()
+    itemsize = mask.element_size()
+    apart = [stride for size, stride in zip(outer, strides, strict=True) if size > 1]
+    # One number for all keys is read with a stride of 0.
+    return bool(last != 1 or keys == 1 or mask.data_ptr() % 16 or any(stride * itemsize % 16 for stride in apart))

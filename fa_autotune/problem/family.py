@@ -247,6 +247,11 @@ class AttentionFamily:
         return ("cu_seqlens_q", "cu_seqlens_k") if self.varlen else ()
 
     @property
+    def extra_tensors(self) -> tuple[str, ...]:
+        """Both of these, in the kernel's order."""
+        return (*self.feature_tensors, *self.length_tensors)
+
+    @property
     def feature_numbers(self) -> tuple[str, ...]:
         """What the kernel takes after the diagonal: fields of `features.Features`."""
         if self.kernel_pass is Pass.BWD_POSTPROCESS:

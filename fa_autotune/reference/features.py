@@ -42,7 +42,7 @@ class Features:
 
     def tensors(self, family: AttentionFamily) -> tuple[Tensor, ...]:
         """What a family's kernel takes after its outputs."""
-        return tuple(getattr(self, name) for name in (*family.feature_tensors, *family.length_tensors))
+        return tuple(getattr(self, name) for name in family.extra_tensors)
 
     def numbers(self, family: AttentionFamily) -> tuple[float | int | None, ...]:
         """What a family's kernel takes after the diagonal."""

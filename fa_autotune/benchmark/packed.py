@@ -1,15 +1,10 @@
-"""Problems of sequences in a row, for `bench`: what a batch (batch, heads, seqlen, head_dim) is, one after another."""
+"""Problems of packed sequences, for `bench`: what a batch (batch, heads, seqlen, head_dim) is, one after another."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from fa_autotune.evaluation.seeded import seeded_features
-from fa_autotune.ops.arguments import GENERATED, TF32
-from fa_autotune.ops.varlen_calls import varlen_plan_of
-from fa_autotune.ops.varlen_plan import VarlenTensors
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.problem.sequences import Sequences
 
@@ -17,7 +12,7 @@ from fa_autotune.problem.sequences import Sequences
 Visible = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def in_a_row(tensor: Tensor) -> Tensor:
+def packed(tensor: Tensor) -> Tensor:
     """The sequences of a batch one after another: (1, heads, total, head_dim), differentiable."""
     return tensor.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
@@ -31,24 +26,8 @@ def lengths_of(problem: AttentionProblem, device: torch.device) -> tuple[Tensor,
     return starts_q, starts_k
 
 
-def backward_in_a_row(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:
-    """What a training step launches after the forward, and the memory that it allocates."""
-    features = seeded_features(problem, device=q.device)
-    rows = (in_a_row(tensor)[0].transpose(0, 1) for tensor in (q, k, v))
-    sinks = None if features.sinks is None else features.sinks[0]
-    starts_q, starts_k = lengths_of(problem, q.device)
-    q_rows, k_rows, v_rows = rows
-    tensors = VarlenTensors(
-        q_rows, k_rows, v_rows, starts_q, starts_k, features.alibi_slopes, sinks, features.dropout_seed
-    )
-    runs = GENERATED | TF32 if problem.family.tf32 else GENERATED
-    plan = varlen_plan_of(tensors, (None, *problem.window, features.softcap, runs, features.dropout_p))
-    out, lse = plan.forward(tensors)
-    return partial(plan.backward, tensors, out, lse, torch.randn_like(out), None, (True, True, True, sinks is not None))
-
-
 def document_mask(problem: AttentionProblem) -> Visible:
-    """Which keys a row sees where a problem's sequences lie one after another."""
+    """Which keys a row sees where a problem's sequences are packed."""
     seqlen_q, seqlen_k = problem.shape.seqlen_q, problem.shape.seqlen_k
     left, right = problem.window
     offset = seqlen_k - seqlen_q

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fa_autotune.benchmark import bench as bench_module
 from fa_autotune.benchmark.peers import PEERS
-from fa_autotune.benchmark.varlen_bench import document_mask, in_a_row
+from fa_autotune.benchmark.packed import document_mask, packed
 from fa_autotune.dispatch.loaded_kernels import INTERPRETER_INDEX, dispatcher_of
 from fa_autotune.errors import UnsupportedError
 from fa_autotune.ops.arguments import GENERATED
@@ -27,7 +27,7 @@ def test_ours_gives_what_the_padded_peer_gives() -> None:
     launch, _ = bench_module._ours(dispatcher_of(INTERPRETER_INDEX), PROBLEM, *inputs())
     launch()
     padded, note = PEERS["ours-padded"](PROBLEM, *inputs())
-    torch.testing.assert_close(launch.args[3], in_a_row(padded()), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(launch.args[3], packed(padded()), atol=1e-5, rtol=1e-5)
     assert note == "our kernels on the same sequences as a batch"
 
 
@@ -45,7 +45,7 @@ def test_our_backward_gives_what_the_padded_peer_gives() -> None:
     torch.manual_seed(0)
     d_out = torch.randn(40, 2, 16).unflatten(0, (2, 20)).transpose(1, 2)
     for one, other in zip(found, torch.autograd.grad(out, leaves, d_out), strict=False):
-        torch.testing.assert_close(one.transpose(0, 1)[None], in_a_row(other), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(one.transpose(0, 1)[None], packed(other), atol=1e-4, rtol=1e-4)
 
 
 def test_a_batch_of_one_length_is_no_problem_for_the_padded_peer() -> None:

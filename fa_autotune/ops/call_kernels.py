@@ -1,0 +1,135 @@
+"""The kernels of one way that a call's tensors lie, and its numbers: which problem each solves, and how it is bound.
+
+What follows from the family and the GPU is found once for all lengths.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_autotune.dispatch.loaded_kernels import INTERPRETER_INDEX, kernel_for
+from fa_autotune.kernels.fast_launch import Launch, bind
+from fa_autotune.kernels.loaded import LoadedKernel
+from fa_autotune.ops.arguments import DTYPES
+from fa_autotune.ops.call import TF32, Call, Extras
+from fa_autotune.ops.memory import Allocate, access_of, allocator, is_loose
+from fa_autotune.ops.rows.rows import Bounds, Rows
+from fa_autotune.ops.torch_private import current_gpu
+from fa_autotune.problem.family import KEYLESS_PASSES, Access, AttentionFamily, DType, Pass
+from fa_autotune.problem.problem import AttentionProblem, AttentionShape
+from fa_autotune.space.estimates import WIDEST_PIECE
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Home:
+    """Where calls run: the index of a GPU (negative: the interpreter's), and what allocates memory there."""
+
+    index: int
+    dtype: torch.dtype
+    allocate: Allocate
+
+    def is_elsewhere(self) -> bool:
+        """Whether on another GPU than the current one."""
+        return self.index >= 0 and current_gpu() != self.index
+
+
+@lru_cache(maxsize=64)
+def _home_of(device: torch.device, dtype: torch.dtype) -> Home:
+    index = device.index if device.type == "cuda" else INTERPRETER_INDEX
+    return Home(index, dtype, allocator(device))
+
+
+@lru_cache(maxsize=1024)
+def _family_of(dtype: DType, head_dim: int, head_dim_v: int, access: Access, *options: str) -> AttentionFamily:
+    """A forward's family; made once, since checking it costs more than a launch."""
+    said: dict[str, Any] = {"bounded_right": False, **dict.fromkeys(options, True)}
+    return AttentionFamily(dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, access=access, **said)
+
+
+class CallKernels:
+    """What a call's kernels are chosen by, and what they are told beside tensors."""
+
+    __slots__ = ("_bounds", "_scale", "call", "family", "home", "rows", "shape")
+
+    def __init__(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call) -> None:
+        self.call = call
+        self.rows = rows
+        self.home = _home_of(q.device, q.dtype)
+        self._scale = call.scale_for(q)
+        self._bounds: Bounds = rows.bounds(call, q, k)
+        self.family: AttentionFamily = self._family(q, k, v, extras)
+        self.shape: AttentionShape = rows.shape(call, self._bounds, q, k, extras)
+
+    @property
+    def problem(self) -> AttentionProblem:
+        """The forward's."""
+        return AttentionProblem(family=self.family, shape=self.shape)
+
+    def problem_as(self, access: Access) -> AttentionProblem:
+        """The forward's, of tensors that can be read so."""
+        problem = self.problem
+        return problem if self.family.access is access else replace(problem, family=replace(self.family, access=access))
+
+    def kernel_for(
+        self,
+        kernel_pass: Pass,
+        access: Access,
+        mask: Tensor | None = None,
+        *,
+        unordered: bool = False,
+        mask_gradient: bool = False,
+    ) -> LoadedKernel:
+        """The kernel that dispatch chooses for a pass whose tensors can be read so; NoKernelError, CompileError.
+
+        A saved mask may lie elsewhere by now.
+        """
+        problem = self.problem.for_pass(kernel_pass, unordered=unordered, mask_gradient=mask_gradient)
+        family = problem.family
+        if family.access is not access:
+            family = replace(family, access=access)
+        if mask is not None and family.has_mask and family.loose_mask is not is_loose(mask):
+            family = replace(family, loose_mask=not family.loose_mask)
+        if family is not problem.family:
+            problem = replace(problem, family=family)
+        return kernel_for(problem, self.home.index)
+
+    def bound(self, kernel: LoadedKernel, tensors: Sequence[Tensor], extras: Extras) -> Launch:
+        """A kernel bound to tensors as it takes them, and to the call's extras and numbers."""
+        family = kernel.candidate.family
+        more = [self.rows.extra(name, getattr(extras, name)) for name in family.extra_tensors]
+        numbers: list[float | int | None] = []
+        if family.kernel_pass not in KEYLESS_PASSES:
+            left_diagonal, diagonal = self._bounds
+            values = {
+                "left_diagonal": left_diagonal,
+                "softcap": self.call.softcap,
+                "dropout_p": self.call.dropout_p,
+                "key_offset": self.shape.seqlen_k - self.shape.seqlen_q,
+            }
+            numbers = [self._scale, diagonal, *(values[name] for name in family.feature_numbers)]
+        return bind(kernel, [*tensors, *more], numbers, is_counted=self.rows.is_packed)
+
+    def _family(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> AttentionFamily:
+        call, view, mask = self.call, self.rows.view, extras.attn_mask
+        left_diagonal, diagonal = self._bounds
+        head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+        is_narrow = max(head_dim, head_dim_v) <= WIDEST_PIECE
+        options = {
+            "bounded_right": diagonal is not None,
+            "bounded_left": left_diagonal is not None,
+            "softcap": call.softcap != 0.0,
+            "alibi": extras.alibi_slopes is not None,
+            "sinks": extras.sinks is not None,
+            "dropout": extras.dropout_seed is not None,
+            "varlen": self.rows.is_packed,
+            "tf32": call.backend & TF32 != 0 and q.dtype is torch.float32 and is_narrow,
+        }
+        if mask is not None:
+            kind = "bool_mask" if mask.dtype is torch.bool else "bias" if mask.dtype is q.dtype else "wide_bias"
+            options |= {kind: True, "loose_mask": is_loose(mask)}
+        is_on = (name for name, is_true in options.items() if is_true)
+        return _family_of(DTYPES[q.dtype], head_dim, head_dim_v, access_of(view(q), view(k), view(v)), *is_on)

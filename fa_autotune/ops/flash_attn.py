@@ -1,0 +1,221 @@
+"""flash-attn 2.8's functions, with their signatures and meaning: replacing the import is the whole port.
+
+What is not served raises UnsupportedError before any kernel runs.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_autotune.errors import InvalidProblemError, UnsupportedError
+from fa_autotune.ops.api import check_max_seqlens
+from fa_autotune.ops.arguments import as_extras, as_flash_attn_softcap, call_of, check_tensor
+from fa_autotune.ops.autograd import attend, attend_stacked, parts_of
+from fa_autotune.ops.call import BSHD, GENERATED, NO_EXTRAS, PACKED, Call, Extras
+from fa_autotune.ops.rows.fixed import FixedRows
+from fa_autotune.ops.rows.kinds import rows_of
+from fa_autotune.reference.attention import signed_probabilities
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn.flash_attn_func: q is (batch, seqlen_q, heads, head_dim), k and v may have fewer heads (GQA, MQA).
+
+    causal and window_size are bottom-right aligned. return_attn_probs gives (out, softmax_lse, S_dmask), softmax_lse
+    fp32 (batch, heads, seqlen_q) in natural log, without dropout; S_dmask is None without dropout, and else the
+    probabilities (batch, heads, seqlen_q, seqlen_k), negative where they were dropped: plain torch, for tests.
+    Gradients are always deterministic; softmax_lse has one too.
+    """
+    call = _call(BSHD, dropout_p, softmax_scale, causal, window_size, softcap)
+    return _of_parts((q, k, v), NO_EXTRAS, call, alibi_slopes, return_attn_probs)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn.flash_attn_kvpacked_func: `flash_attn_func` of kv (batch, seqlen_k, 2, heads_k, head_dim).
+
+    The gradient of kv is written in one piece.
+    """
+    check_tensor("q", q)
+    _check_stacked("kv", kv, 2, BSHD)
+    call = _call(BSHD, dropout_p, softmax_scale, causal, window_size, softcap)
+    return _of_stacked(q, kv, NO_EXTRAS, call, alibi_slopes, return_attn_probs)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn.flash_attn_qkvpacked_func: `flash_attn_func` of qkv (batch, seqlen, 3, heads, head_dim).
+
+    The gradient of qkv is written in one piece.
+    """
+    _check_stacked("qkv", qkv, 3, BSHD)
+    call = _call(BSHD, dropout_p, softmax_scale, causal, window_size, softcap)
+    return _of_stacked(None, qkv, NO_EXTRAS, call, alibi_slopes, return_attn_probs)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
+    """flash_attn.flash_attn_varlen_func: q is (total_q, heads, head_dim), k and v (total_k, …) may have fewer heads.
+
+    cu_seqlens are int32 (batch + 1,). The maxima are never read, so they may be numbers or tensors, and cause neither a
+    wait nor a recompilation. return_attn_probs gives (out, softmax_lse, None), softmax_lse fp32 (heads, total_q).
+    Gradients are always deterministic. Dropout keeps what `fa_autotune.dropout_mask` says of a padded batch.
+    Paged keys (block_table) are not served.
+    """
+    if block_table is not None:
+        raise UnsupportedError(
+            "block_table (paged keys) is not served by this release of fa_autotune; gather the pages and leave it out"
+        )
+    check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    call = _call(PACKED, dropout_p, softmax_scale, causal, window_size, softcap)
+    starts = Extras(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    return _of_parts((q, k, v), starts, call, alibi_slopes, return_attn_probs)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn.flash_attn_varlen_kvpacked_func: `flash_attn_varlen_func` of kv (total_k, 2, heads_k, head_dim).
+
+    The gradient of kv is written in one piece, without slopes and dropout.
+    """
+    check_tensor("q", q)
+    _check_stacked("kv", kv, 2, PACKED)
+    check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    call = _call(PACKED, dropout_p, softmax_scale, causal, window_size, softcap)
+    starts = Extras(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    return _of_stacked(q, kv, starts, call, alibi_slopes, return_attn_probs)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn.flash_attn_varlen_qkvpacked_func: `flash_attn_varlen_func` of qkv (total, 3, heads, head_dim).
+
+    The gradient of qkv is written in one piece, without slopes and dropout.
+    """
+    _check_stacked("qkv", qkv, 3, PACKED)
+    check_max_seqlens(max_seqlen=max_seqlen)
+    call = _call(PACKED, dropout_p, softmax_scale, causal, window_size, softcap)
+    starts = Extras(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+    return _of_stacked(None, qkv, starts, call, alibi_slopes, return_attn_probs)
+
+
+def _call(layout: int, dropout_p: Any, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any) -> Call:
+    return call_of(layout, GENERATED, softmax_scale, causal, window_size, as_flash_attn_softcap(softcap), dropout_p)
+
+
+def _check_stacked(name: str, stacked: Any, count: int, layout: int) -> None:
+    axis = rows_of(layout).stack_axis
+    size = f"(total, {count}, heads, head_dim)" if layout == PACKED else f"(batch, seqlen, {count}, heads, head_dim)"
+    check_tensor(name, stacked)
+    if stacked.ndim != axis + 3 or stacked.shape[axis] != count:
+        raise InvalidProblemError(
+            f"{name} has shape {tuple(stacked.shape)}; it is {size}: stack its parts along dimension {axis}"
+        )
+
+
+def _with_extras(q: Tensor, k: Tensor, v: Tensor, starts: Extras, call: Call, alibi_slopes: Tensor | None) -> Extras:
+    if alibi_slopes is None and call.dropout_p == 0.0:
+        return starts
+    rows_of(call.layout).check_kinds(q, k, v, starts)
+    cu_seqlens: Any = None if starts is NO_EXTRAS else (starts.cu_seqlens_q, starts.cu_seqlens_k)
+    return as_extras(q, call, alibi_slopes=alibi_slopes, cu_seqlens=cu_seqlens)
+
+
+def _of_parts(
+    parts: tuple[Tensor, Tensor, Tensor], starts: Extras, call: Call, alibi_slopes: Tensor | None, with_probs: bool
+) -> Any:
+    extras = _with_extras(*parts, starts, call, alibi_slopes)
+    results = attend(*parts, extras, call, with_probs)
+    return (*results, _probabilities(*parts, extras, call)) if with_probs else results
+
+
+def _of_stacked(
+    q: Tensor | None, stacked: Tensor, starts: Extras, call: Call, alibi_slopes: Tensor | None, with_probs: bool
+) -> Any:
+    parts = parts_of(q, stacked, rows_of(call.layout).stack_axis)
+    extras = _with_extras(*parts, starts, call, alibi_slopes)
+    results = attend_stacked(q, stacked, extras, call, with_probs)
+    return (*results, _probabilities(*parts, extras, call)) if with_probs else results
+
+
+@torch.no_grad()
+def _probabilities(q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call) -> Tensor | None:
+    """S_dmask: the probabilities of a call with dropout, negative where they were dropped."""
+    rows = rows_of(call.layout)
+    if call.dropout_p == 0.0 or not isinstance(rows, FixedRows):
+        return None
+    features, diagonal = rows.features(q, k, extras, call)
+    scale = call.scale_for(q)
+    return signed_probabilities(rows.view(q), rows.view(k), softmax_scale=scale, diagonal=diagonal, features=features)

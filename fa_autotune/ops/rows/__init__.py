@@ -1,0 +1,1 @@
+"""How the rows and keys of a call are found: kinds of one path, not paths."""

@@ -1,0 +1,71 @@
+"""What torch keeps private and is touched all the same, here and nowhere else; each with a fallback where it is absent.
+
+They make a call cheap (allocation, the current GPU, an autograd function's own entry), or tell who looks on while it
+runs (transforms, tracing), which has no public name.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def found(path: str, fallback: Any) -> Any:
+    """What a dotted path leads to from torch, its modules imported; the fallback where it leads nowhere."""
+    value: Any = torch
+    place = "torch"
+    for name in path.split("."):
+        place = f"{place}.{name}"
+        if not hasattr(value, name):
+            try:
+                import_module(place)
+            except ImportError:
+                return fallback
+        value = getattr(value, name, None)
+        if value is None:
+            return fallback
+    return value
+
+
+# --- memory and devices -----------------------------------------------------------------------------------------------
+
+# Allocation as torch's compiled code does it, past the dispatcher; None where torch has none.
+empty_strided_cuda: Any = found("_C._dynamo.guards._empty_strided_cuda", None)
+current_gpu: Callable[[], int] = found("_C._cuda_getDevice", torch.cuda.current_device)
+
+# --- who looks on -----------------------------------------------------------------------------------------------------
+
+is_transforming: Callable[[], bool] = found("_C._are_functorch_transforms_active", lambda: False)
+tracing_state: Callable[[], object | None] = found("_C._get_tracing_state", lambda: None)
+is_in_dispatch_mode: Callable[[], bool] = found("utils._python_dispatch.is_in_torch_dispatch_mode", lambda: False)
+is_batched: Callable[[Tensor], bool] = found("_C._functorch.is_legacy_batchedtensor", lambda tensor: False)
+unwrap_dead_wrappers: Callable[[tuple[Any, ...]], tuple[Any, ...]] = found(
+    "_functorch.utils.unwrap_dead_wrappers", lambda values: values
+)
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+_forward_ad: Any = torch.autograd.forward_ad
+make_autograd_impl: Any = found("_library.autograd.make_autograd_impl", None)
+autograd_info: Any = found("_library.autograd.Info", None)
+
+
+def has_forward_mode() -> bool:
+    """Whether a level of forward-mode differentiation is open; taken for granted where torch does not tell."""
+    return getattr(_forward_ad, "_current_level", 0) >= 0
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether a tensor is dual: forward mode asks for its derivative."""
+    return _forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """An autograd function's `apply` for callers that know that no transform is active.
+
+    `Function.apply` unwraps its arguments and looks for transforms first; this is what it calls at last.
+    """
+    inner: Callable[..., Any] = getattr(super(torch.autograd.Function, function), "apply", function.apply)
+    return inner
