@@ -2,25 +2,37 @@
 
 A row of a database counts only if its variant serves the call and its config passes every constraint of today on this
 device and shape, so a foreign or hostile file can make a call slower, never wrong.
+
+What does not depend on the shape is worked out once for a family, so that choosing for one more shape is a few
+comparisons of numbers. A trace is the same choice, made again and told.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from fa_autotune.dispatch.winners import Snapshot, Source, WinnerRow
 from fa_autotune.errors import FaAutotuneError, NoKernelError
 from fa_autotune.problem.device import DeviceSpec, parse_triton_version
-from fa_autotune.problem.distance import shape_distance
+from fa_autotune.problem.distance import ROUNDED_BY, ShapeFeatures, distance, shape_features, unrounded_distance
+from fa_autotune.problem.family import AttentionFamily
 from fa_autotune.problem.problem import AttentionProblem, AttentionShape
 from fa_autotune.space.candidate import Candidate, Variant
-from fa_autotune.space.config import (
-    config_label,
+from fa_autotune.space.config import KernelConfig, config_label
+from fa_autotune.space.constraints import Rejected, ShapeNeeds
+from fa_autotune.space.registry import (
+    VARIANTS,
+    VariantSpec,
+    compile_form,
+    rejection,
+    supported_variants,
+    variant_spec,
 )
-from fa_autotune.space.registry import VARIANTS, compile_form, rejection, supported_variants
 from fa_autotune.space.seeds import fallback_configs
 
 DigestOf = Callable[[Candidate], str]
@@ -41,19 +53,31 @@ class Origin(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """The kernel to run for a problem. `row` is the winner it comes from and `median_ms` that row's tuned time.
+class Choice:
+    """The kernel to run. `row` is the winner it comes from; `stale`: that was measured with another kernel text or
+    another Triton than today's."""
 
-    `stale`: the row was measured with another kernel text or another Triton than today's. `trace` says how it came.
-    """
-
-    problem: AttentionProblem
     candidate: Candidate
     origin: Origin
-    source: Source | None
-    stale: bool
-    median_ms: float | None
-    row: WinnerRow | None
+    stale: bool = False
+    row: WinnerRow | None = None
+
+    @property
+    def source(self) -> Source | None:
+        """Whose winner it is."""
+        return self.row.source if self.row else None
+
+    @property
+    def median_ms(self) -> float | None:
+        """The winner's tuned time."""
+        return self.row.median_ms if self.row else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision(Choice):
+    """The kernel to run for a problem; `trace` says how it came."""
+
+    problem: AttentionProblem
     trace: tuple[str, ...]
 
     def describe(self) -> str:
@@ -104,203 +128,371 @@ def decide(
     A pure function of its arguments. Without `digest_of` only another Triton makes a row stale. NoKernelError if no
     variant serves the family on this device.
     """
-    search = _Search(problem=problem, device=device, triton_version=triton_version, digest_of=digest_of)
-    related = search.served(snapshot.related(problem.family))
-    for origin, groups_of in (
-        (Origin.EXACT, search.exact),
-        (Origin.NEAREST, search.nearest),
-        (Origin.SIBLING, search.siblings),
-    ):
-        for group in groups_of(related):
-            if choice := search.choose(group, origin):
-                return search.tuned(choice, group, origin)
-    return search.untuned()
+    choices = FamilyChoices(
+        problem.family, device=device, triton_version=triton_version, snapshot=snapshot, digest_of=digest_of
+    )
+    return choices.decide(problem.shape)
 
 
-# --- one search -------------------------------------------------------------------------------------------------------
+class FamilyChoices:
+    """The kernels of one family on a device, for one shape after another.
 
+    Nothing is kept of a shape. What is worked out when it is first asked for (whether a row is stale, how small a
+    default can be) holds for all of them, and the same row or default gives the same objects again. Not thread-safe.
+    """
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
-    """The winners of one shape, compile form and device: what may be compared by time."""
-
-    rows: tuple[WinnerRow, ...]
-    distance: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Choice:
-    row: WinnerRow
-    candidate: Candidate
-    stale_because: str | None
-    remark: str | None
-
-    @property
-    def rung(self) -> tuple[bool, bool]:
-        """Smaller comes first: user fresh, pack fresh, user stale, pack stale."""
-        return self.stale_because is not None, self.row.source is Source.PACK
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Search:
-    """One decision being made: its fixed inputs, and the trace so far."""
-
-    problem: AttentionProblem
-    device: DeviceSpec
-    triton_version: str
-    digest_of: DigestOf | None
-    told: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-
-    def served(self, rows: Iterable[WinnerRow]) -> list[WinnerRow]:
-        """The rows whose variant can serve this call."""
-        refused = self.refused_variants()
-        self.told.extend(f"{variant} can't serve this call: {reason}" for variant, reason in refused.items())
-        return [row for row in rows if row.candidate.variant not in refused]
-
-    def refused_variants(self) -> dict[Variant, str]:
-        family, version = self.problem.family, parse_triton_version(self.triton_version)
+    def __init__(
+        self,
+        family: AttentionFamily,
+        *,
+        device: DeviceSpec,
+        triton_version: str,
+        snapshot: Snapshot,
+        digest_of: DigestOf | None = None,
+    ) -> None:
+        """Arguments as of `decide`."""
+        version = parse_triton_version(triton_version)
+        self._setting = setting = _Setting(
+            family=family, device=device, triton_version=triton_version, digest_of=digest_of
+        )
         specs = [spec for spec in VARIANTS if spec.kernel_pass is family.kernel_pass]
-        return {spec.variant: why for spec in specs if (why := spec.supports(family, self.device.arch, version))}
+        self._refused: dict[Variant, str] = {
+            spec.variant: why for spec in specs if (why := spec.supports(family, device.arch, version))
+        }
+        rows = [
+            row
+            for row in snapshot.related(family)
+            if row.candidate.variant not in self._refused and row.device_arch == device.arch
+        ]
+        fingerprint = device.fingerprint
+        self._here = setting.groups(row for row in rows if row.device_fingerprint == fingerprint)
+        self._siblings = setting.groups(row for row in rows if row.device_fingerprint != fingerprint)
+        # Access may differ where the compiled kernel is the same.
+        self._exact = {group.shape: group for group in self._here if group.same_form}
+        self._defaults = [_Defaults(setting, spec) for spec in supported_variants(family, device.arch, version)]
 
-    def exact(self, related: list[WinnerRow]) -> list[_Group]:
-        """The winners of this very problem; access may differ where the compiled kernel is the same."""
-        rows = tuple(row for row in related if self.is_here(row) and self.is_exact(row))
-        return [_Group(rows=rows)] if rows else []
+    def choose(self, shape: AttentionShape) -> Choice:
+        """The kernel for a shape; NoKernelError if none serves."""
+        return self.find(shape) or self.decide(shape)  # which raises, and says why
 
-    def nearest(self, related: list[WinnerRow]) -> list[_Group]:
-        return self.by_distance(row for row in related if self.is_here(row) and not self.is_exact(row))
+    def find(self, shape: AttentionShape) -> Choice | None:
+        """The kernel for a shape, or None if none serves."""
+        return self._find(shape, None)
 
-    def siblings(self, related: list[WinnerRow]) -> list[_Group]:
-        return self.by_distance(row for row in related if row.device_arch == self.device.arch and not self.is_here(row))
+    def find_exact(self, shape: AttentionShape) -> Choice | None:
+        """The kernel for a shape if that is a winner of this very shape, else None."""
+        group = self._exact.get(shape)
+        return group.best(shape, Origin.EXACT, None) if group else None
 
-    def is_here(self, row: WinnerRow) -> bool:
-        return row.device_fingerprint == self.device.fingerprint and row.device_arch == self.device.arch
+    def serves(self, shape: AttentionShape) -> bool:
+        """Whether there is a kernel for a shape."""
+        return any(one.find(shape, None) for one in self._defaults) or self.find(shape) is not None
 
-    def is_exact(self, row: WinnerRow) -> bool:
-        return row.problem.shape == self.problem.shape and self.same_form(row)
-
-    def same_form(self, row: WinnerRow) -> bool:
-        return compile_form(row.problem.family) is compile_form(self.problem.family)
-
-    def by_distance(self, rows: Iterable[WinnerRow]) -> list[_Group]:
-        gathered: dict[tuple[AttentionShape, bool, str], list[WinnerRow]] = {}
-        for row in rows:
-            gathered.setdefault((row.problem.shape, self.same_form(row), row.device_fingerprint), []).append(row)
-        groups: list[tuple[tuple[float, float, float], _Group]] = []
-        for (_, same_form, fingerprint), members in gathered.items():
-            # Another compile form moves data differently: as far off as a doubling of the loop.
-            distance = shape_distance(self.problem, members[0].problem, self.device.num_sms) + (not same_form)
-            if distance <= MAX_DISTANCE:
-                order = (distance, _device_gap(self.device, fingerprint), min(row.median_ms for row in members))
-                groups.append((order, _Group(rows=tuple(members), distance=distance)))
-            else:
-                self.skip(f"{members[0].problem.label} is {distance:.1f} doublings away, the limit is {MAX_DISTANCE:g}")
-        # Sorting is stable and a snapshot's rows have one order, so ties fall alike on every rank; as in `choose`.
-        return [group for _, group in sorted(groups, key=lambda pair: pair[0])]
-
-    def choose(self, group: _Group, origin: Origin) -> _Choice | None:
-        """The fastest usable row of the first of: user fresh, pack fresh, user stale, pack stale."""
-        choices = [choice for row in group.rows if (choice := self.usable(row, origin))]
-        if not choices:
-            return None
-        rung = min(choice.rung for choice in choices)
-        level = [choice for choice in choices if choice.rung == rung]
-        # Figures of different regimes can't be compared; those of the newest measurement are.
-        regime = max(level, key=lambda choice: choice.row.confirmed_at).row.regime
-        own_access = self.problem.family.access
-        return min(
-            (choice for choice in level if choice.row.regime is regime),
-            key=lambda choice: (choice.row.median_ms, choice.row.problem.family.access is not own_access),
+    def decide(self, shape: AttentionShape) -> Decision:
+        """The kernel for a shape, and why; NoKernelError if none serves."""
+        setting, trace = self._setting, _Trace()
+        problem, device = AttentionProblem(family=setting.family, shape=shape), setting.device
+        choice = self._find(shape, trace)
+        told = [f"{variant} can't serve this call: {reason}" for variant, reason in self._refused.items()]
+        if choice is None:
+            raise NoKernelError(
+                f"no kernel serves {problem.label} on {device.name} ({device.arch}), Triton {setting.triton_version}: "
+                f"{'; '.join([*told, *trace.skipped[-_MAX_SKIPS_TOLD:]])}"
+            )
+        start = f"{device.name} ({device.fingerprint}), Triton {setting.triton_version}"
+        if choice.row is not None and trace.group is not None:
+            lines = trace.group.reasons(choice, choice.row, shape)
+        else:
+            label = f"{choice.candidate.variant} {config_label(choice.candidate.config)}"
+            lines = [f"default: {label}; no winner serves this call, {TUNE_COMMAND} tunes what was missed"]
+        return Decision(
+            candidate=choice.candidate,
+            origin=choice.origin,
+            stale=choice.stale,
+            row=choice.row,
+            problem=problem,
+            trace=(start, *told, *trace.first_skipped(), *lines),
         )
 
-    def usable(self, row: WinnerRow, origin: Origin) -> _Choice | None:
-        """The row's config as a candidate of this call's family, or None (told in the trace) if it can't run."""
-        candidate = Candidate(family=self.problem.family, variant=row.candidate.variant, config=row.candidate.config)
-        remark = None
-        rejected = rejection(candidate, self.problem.shape, self.device)
-        if rejected and rejected.constraint == "exact_lengths" and origin is not Origin.EXACT:
-            remark = f"EXACT_LENGTHS is turned off: {rejected.reason}"
-            candidate = replace(candidate, config=replace(candidate.config, EXACT_LENGTHS=False))  # type: ignore[arg-type]
-            rejected = rejection(candidate, self.problem.shape, self.device)
-        if rejected:
-            self.skip(f"{_row_label(row)} can't run here: {rejected.constraint}: {rejected.reason}")
-            return None
-        return _Choice(row=row, candidate=candidate, stale_because=self.stale_because(row), remark=remark)
+    def _find(self, shape: AttentionShape, trace: "_Trace | None") -> Choice | None:
+        """The rules: the first of these that may run; what is passed over is told to a trace, if there is one."""
+        exact = self._exact.get(shape)
+        if exact and (choice := exact.best(shape, Origin.EXACT, trace)):
+            return choice
+        for origin, groups in ((Origin.NEAREST, self._here), (Origin.SIBLING, self._siblings)):
+            others = [group for group in groups if group is not exact]
+            for group in self._nearest_first(others, shape, trace):
+                if choice := group.best(shape, origin, trace):
+                    return choice
+        for default in self._defaults:
+            if choice := default.find(shape, trace):
+                return choice
+        return None
+
+    def _nearest_first(
+        self, groups: "Sequence[_Group]", shape: AttentionShape, trace: "_Trace | None"
+    ) -> "Iterator[_Group]":
+        """Those of the groups that are near enough."""
+        if not groups:
+            return
+        features = shape_features(self._setting.family, shape, self._setting.device.num_sms)
+        if trace is not None:
+            trace.pass_over_far(groups, features)
+        # Nearly always one is asked for. Rounding takes as long as all else, and is for those that it may make equal.
+        apart = [unrounded_distance(features, group.features) + group.form_gap for group in groups]
+        limit = min(apart) + 2 * ROUNDED_BY
+        nearest = min(
+            [group for group, far in zip(groups, apart, strict=True) if far <= limit],
+            key=lambda group: group.order(features),
+        )
+        if nearest.distance(features) > MAX_DISTANCE:
+            return
+        yield nearest
+        # Sorting is stable and a snapshot's rows have one order, so ties fall alike on every rank; as with `min`.
+        for group in sorted(groups, key=lambda group: group.order(features)):
+            if group is not nearest and group.distance(features) <= MAX_DISTANCE:
+                yield group
+
+
+# --- what holds for every shape of a family ---------------------------------------------------------------------------
+
+
+class _Setting:
+    """A family and what its kernels run on."""
+
+    def __init__(
+        self, *, family: AttentionFamily, device: DeviceSpec, triton_version: str, digest_of: DigestOf | None
+    ) -> None:
+        self.family = family
+        self.device = device
+        self.triton_version = triton_version
+        self._digest_of = digest_of
+        self._candidates: dict[tuple[Variant, KernelConfig], Candidate] = {}
+
+    def candidate(self, variant: Variant, config: KernelConfig) -> Candidate:
+        """The family's candidate with a config, one object however many rows have it."""
+        found = Candidate(family=self.family, variant=variant, config=config)
+        return self._candidates.setdefault((variant, config), found)
+
+    def needs(self, candidate: Candidate) -> ShapeNeeds | Rejected:
+        """What a candidate asks of a shape, or why it can't run on any."""
+        spec = variant_spec(self.family.kernel_pass, candidate.variant)
+        return spec.shape_needs(candidate.config, family=self.family, device=self.device)
+
+    def groups(self, rows: Iterable[WinnerRow]) -> "list[_Group]":
+        """The rows by what may be compared, in their order."""
+        form = compile_form(self.family)
+        gathered: dict[tuple[AttentionShape, bool, str], list[WinnerRow]] = {}
+        for row in rows:
+            same_form = compile_form(row.problem.family) is form
+            gathered.setdefault((row.problem.shape, same_form, row.device_fingerprint), []).append(row)
+        return [_Group(self, members, same_form=same_form) for (_, same_form, _), members in gathered.items()]
 
     def stale_because(self, row: WinnerRow) -> str | None:
+        """Why a row no longer tells the time of its kernel, or None."""
         if _public_version(row.triton) != _public_version(self.triton_version):
             return f"measured with Triton {row.triton}, this is {self.triton_version}"
-        if self.digest_of is None:
+        if self._digest_of is None:
             return None
         try:
-            digest = self.digest_of(row.candidate)
+            digest = self._digest_of(row.candidate)
         except FaAutotuneError as error:
             return f"its kernel does not render: {error}"
         if digest == row.kernel_digest:
             return None
         return f"its template changed: kernel {row.kernel_digest} is now {digest}"
 
-    def skip(self, reason: str) -> None:
-        self.skipped.append(reason)
 
-    def tuned(self, choice: _Choice, group: _Group, origin: Origin) -> Decision:
-        row = choice.row
-        where = "" if origin is Origin.EXACT else f" of {row.problem.label}, {group.distance:.2f} doublings away"
-        device = f" on {row.device_name} ({row.device_fingerprint})" if origin is Origin.SIBLING else ""
-        lines = [f"{origin}: {_row_label(row)}{where}{device}, fastest of {len(group.rows)} winners there"]
-        if row.problem.family.access is not self.problem.family.access:
-            lines.append(f"tuned with access={row.problem.family.access}, called with {self.problem.family.access}")
-        if choice.remark:
-            lines.append(choice.remark)
-        if choice.stale_because:
-            lines.append(f"stale: {choice.stale_because}; `fa-autotune tune` on that problem measures it again")
-        return Decision(
-            problem=self.problem,
-            candidate=choice.candidate,
-            origin=origin,
-            source=row.source,
-            stale=choice.stale_because is not None,
-            median_ms=row.median_ms,
-            row=row,
-            trace=self.full_trace(lines),
-        )
+class _Group:
+    """The winners of one shape, compile form and device: what may be compared by time."""
 
-    def untuned(self) -> Decision:
-        family = self.problem.family
-        for spec in supported_variants(family, self.device.arch, parse_triton_version(self.triton_version)):
-            for attempt, config in enumerate(fallback_configs(spec, self.problem, self.device.arch)):
-                candidate = Candidate(family=family, variant=spec.variant, config=config)
-                if (rejected := rejection(candidate, self.problem.shape, self.device)) is None:
-                    return self.default(candidate)
-                if attempt == 0:
-                    self.skip(f"default {spec.variant} {config_label(config)}: {rejected.reason}")
-        raise NoKernelError(
-            f"no kernel serves {self.problem.label} on {self.device.name} ({self.device.arch}), Triton "
-            f"{self.triton_version}: {'; '.join([*self.told, *self.skipped[-_MAX_SKIPS_TOLD:]])}"
-        )
+    def __init__(self, setting: _Setting, rows: Sequence[WinnerRow], *, same_form: bool) -> None:
+        self._setting = setting
+        self._winners = [_Winner(setting, row) for row in rows]
+        self.problem = rows[0].problem
+        self.shape = self.problem.shape
+        self.same_form = same_form
+        # Another compile form moves data differently: as far off as a doubling of the loop.
+        self.form_gap = 0 if same_form else 1
+        self.features = shape_features(self.problem.family, self.shape, setting.device.num_sms)
+        self._tie = _device_gap(setting.device, rows[0].device_fingerprint), min(row.median_ms for row in rows)
 
-    def default(self, candidate: Candidate) -> Decision:
-        label = f"{candidate.variant} {config_label(candidate.config)}"
-        return Decision(
-            problem=self.problem,
-            candidate=candidate,
-            origin=Origin.DEFAULT,
-            source=None,
-            stale=False,
-            median_ms=None,
-            row=None,
-            trace=self.full_trace(
-                [f"default: {label}; no winner serves this call, {TUNE_COMMAND} tunes what was missed"]
-            ),
-        )
+    def distance(self, features: ShapeFeatures) -> float:
+        """How far a shape is from these winners' own, in doublings."""
+        return distance(features, self.features) + self.form_gap
 
-    def full_trace(self, lines: list[str]) -> tuple[str, ...]:
-        skipped = [f"passed over: {reason}" for reason in self.skipped[:_MAX_SKIPS_TOLD]]
+    def order(self, features: ShapeFeatures) -> tuple[float, float, float]:
+        """What is least where these winners serve a shape best."""
+        return (self.distance(features), *self._tie)
+
+    def best(self, shape: AttentionShape, origin: Origin, trace: "_Trace | None") -> Choice | None:
+        """The fastest usable row of the first of: user fresh, pack fresh, user stale, pack stale."""
+        usable = [form for winner in self._winners if (form := winner.form_for(shape, origin))]
+        if trace is not None:
+            trace.group = self
+            trace.skipped += [why for winner in self._winners if (why := winner.refusal(shape, origin))]
+        if not usable:
+            return None
+        if len(usable) > 1:
+            rung = min(form.rung for form in usable)
+            level = [form for form in usable if form.rung == rung]
+            # Figures of different regimes can't be compared; those of the newest measurement are.
+            regime = max(level, key=lambda form: form.row.confirmed_at).row.regime
+            usable = sorted((form for form in level if form.row.regime is regime), key=lambda form: form.speed)
+        return usable[0].choice(origin)
+
+    def reasons(self, choice: Choice, row: WinnerRow, shape: AttentionShape) -> list[str]:
+        """Why it is that row of these, and what else is to be said of it."""
+        setting, where, device = self._setting, "", ""
+        if choice.origin is not Origin.EXACT:
+            doublings = self.distance(shape_features(setting.family, shape, setting.device.num_sms))
+            where = f" of {row.problem.label}, {doublings:.2f} doublings away"
+        if choice.origin is Origin.SIBLING:
+            device = f" on {row.device_name} ({row.device_fingerprint})"
+        among = f"fastest of {len(self._winners)} winners there"
+        lines = [f"{choice.origin}: {_row_label(row)}{where}{device}, {among}"]
+        if row.problem.family.access is not setting.family.access:
+            lines.append(f"tuned with access={row.problem.family.access}, called with {setting.family.access}")
+        if choice.candidate.config != row.candidate.config:
+            as_tuned = replace(choice.candidate, config=row.candidate.config)
+            rejected = rejection(as_tuned, shape, setting.device)
+            lines.append(f"EXACT_LENGTHS is turned off: {rejected and rejected.reason}")
+        if because := setting.stale_because(row):
+            lines.append(f"stale: {because}; `fa-autotune tune` on that problem measures it again")
+        return lines
+
+
+class _Winner:
+    """A row and the forms in which its kernel may run for a family: as it was tuned, and without EXACT_LENGTHS."""
+
+    def __init__(self, setting: _Setting, row: WinnerRow) -> None:
+        self._setting = setting
+        self._row = row
+
+    @cached_property
+    def _as_tuned(self) -> "_Form":
+        return _Form(self._setting, self._row, self._row.candidate.config)
+
+    @cached_property
+    def _for_any_lengths(self) -> "_Form | None":
+        """Only for a row that nothing but exact lengths can keep from running."""
+        config, rejected = self._row.candidate.config, self._as_tuned.rejected
+        if not getattr(config, "EXACT_LENGTHS", False) or (rejected and rejected.constraint != "exact_lengths"):
+            return None
+        return _Form(self._setting, self._row, replace(config, EXACT_LENGTHS=False))  # type: ignore[arg-type]
+
+    def form_for(self, shape: AttentionShape, origin: Origin) -> "_Form | None":
+        """The form that may run on a shape, if there is one; a winner of the very shape runs as it was tuned."""
+        if self._as_tuned.may_run(shape):
+            return self._as_tuned
+        other = None if origin is Origin.EXACT else self._for_any_lengths
+        return other if other and other.may_run(shape) else None
+
+    def refusal(self, shape: AttentionShape, origin: Origin) -> str | None:
+        """Why it can't run on a shape, for people; None where it can."""
+        if self.form_for(shape, origin):
+            return None
+        device = self._setting.device
+        rejected = rejection(self._as_tuned.candidate, shape, device)
+        if rejected and rejected.constraint == "exact_lengths" and origin is not Origin.EXACT and self._for_any_lengths:
+            rejected = rejection(self._for_any_lengths.candidate, shape, device)
+        assert rejected is not None
+        return f"{_row_label(self._row)} can't run here: {rejected.constraint}: {rejected.reason}"
+
+
+class _Form:
+    """A kernel that a row gives a family: what it asks of a shape, and the choices that it can be."""
+
+    def __init__(self, setting: _Setting, row: WinnerRow, config: KernelConfig) -> None:
+        self._setting = setting
+        self.row = row
+        self.candidate = setting.candidate(row.candidate.variant, config)
+        found = setting.needs(self.candidate)
+        self.rejected = found if isinstance(found, Rejected) else None
+        self._needs = found if isinstance(found, ShapeNeeds) else None
+        self._choices: dict[Origin, Choice] = {}
+
+    def may_run(self, shape: AttentionShape) -> bool:
+        return self._needs is not None and self._needs.are_met_by(shape)
+
+    @cached_property
+    def is_stale(self) -> bool:
+        return self._setting.stale_because(self.row) is not None
+
+    @cached_property
+    def rung(self) -> tuple[bool, bool]:
+        """Smaller comes first: user fresh, pack fresh, user stale, pack stale."""
+        return self.is_stale, self.row.source is Source.PACK
+
+    @cached_property
+    def speed(self) -> tuple[float, bool]:
+        """Smaller comes first: the faster, then what was tuned with the family's own access."""
+        return self.row.median_ms, self.row.problem.family.access is not self._setting.family.access
+
+    def choice(self, origin: Origin) -> Choice:
+        found = self._choices.get(origin)
+        if found is None:
+            found = Choice(candidate=self.candidate, origin=origin, stale=self.is_stale, row=self.row)
+            self._choices[origin] = found
+        return found
+
+
+class _Defaults:
+    """A variant's untuned kernels for a family, the default first, then smaller ones as far as shapes ask for them."""
+
+    def __init__(self, setting: _Setting, spec: VariantSpec) -> None:
+        self._setting = setting
+        self._spec = spec
+        self._configs = fallback_configs(spec, setting.family, setting.device.arch)
+        self._made: list[tuple[ShapeNeeds, Choice]] = []
+
+    def find(self, shape: AttentionShape, trace: "_Trace | None") -> Choice | None:
+        """The first that may run on a shape, if there is one."""
+        if trace is not None:
+            trace.skipped += self._refusals_of_first(shape)
+        for needs, choice in chain(self._made, self._others()):
+            if needs.are_met_by(shape):
+                return choice
+        return None
+
+    def _others(self) -> Iterator[tuple[ShapeNeeds, Choice]]:
+        for config in self._configs:
+            candidate = self._setting.candidate(self._spec.variant, config)
+            needs = self._setting.needs(candidate)
+            if isinstance(needs, ShapeNeeds):
+                self._made.append((needs, Choice(candidate=candidate, origin=Origin.DEFAULT)))
+                yield self._made[-1]
+
+    def _refusals_of_first(self, shape: AttentionShape) -> list[str]:
+        setting, variant = self._setting, self._spec.variant
+        config = next(fallback_configs(self._spec, setting.family, setting.device.arch))
+        rejected = rejection(setting.candidate(variant, config), shape, setting.device)
+        return [f"default {variant} {config_label(config)}: {rejected.reason}"] if rejected else []
+
+
+# --- what is told -----------------------------------------------------------------------------------------------------
+
+
+class _Trace:
+    """What a search passed over, and the winners among which it ended."""
+
+    def __init__(self) -> None:
+        self.skipped: list[str] = []
+        self.group: _Group | None = None
+
+    def pass_over_far(self, groups: Sequence[_Group], features: ShapeFeatures) -> None:
+        """Tell of groups that are not near enough."""
+        for group in groups:
+            if (doublings := group.distance(features)) > MAX_DISTANCE:
+                limit = f"the limit is {MAX_DISTANCE:g}"
+                self.skipped.append(f"{group.problem.label} is {doublings:.1f} doublings away, {limit}")
+
+    def first_skipped(self) -> list[str]:
+        """The lines on what was passed over, a few of them."""
+        lines = [f"passed over: {reason}" for reason in self.skipped[:_MAX_SKIPS_TOLD]]
         if len(self.skipped) > _MAX_SKIPS_TOLD:
-            skipped.append(f"passed over: {len(self.skipped) - _MAX_SKIPS_TOLD} more")
-        start = f"{self.device.name} ({self.device.fingerprint}), Triton {self.triton_version}"
-        return (start, *self.told, *skipped, *lines)
+            lines.append(f"passed over: {len(self.skipped) - _MAX_SKIPS_TOLD} more")
+        return lines
 
 
 def _row_label(row: WinnerRow) -> str:

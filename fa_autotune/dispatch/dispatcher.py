@@ -1,4 +1,4 @@
-"""What a process asks for kernels: decisions on its databases' winners, remembered, and the way of a whole backward.
+"""What a process asks for kernels: choices among its databases' winners, and the way of a whole backward.
 
 Nothing is tuned, measured or compiled here.
 """
@@ -10,21 +10,32 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
+from typing import NamedTuple, TypeVar
 
-from fa_autotune.dispatch.decision import TUNE_COMMAND, Decision, DigestOf, Origin, decide
+from fa_autotune.dispatch.decision import TUNE_COMMAND, Choice, Decision, DigestOf, FamilyChoices, Origin
 from fa_autotune.dispatch.misses import MissLog, Store
 from fa_autotune.dispatch.winners import Snapshot, load_snapshot
 from fa_autotune.errors import NoKernelError
 from fa_autotune.kernels.render import rendered_digest
 from fa_autotune.paths import database_path, pack_paths
 from fa_autotune.problem.device import INTERPRETER_ARCH, DeviceSpec
-from fa_autotune.problem.family import FUSED_BACKWARD, KEYLESS_PASSES, SPLIT_BACKWARD, Pass
+from fa_autotune.problem.family import (
+    FUSED_BACKWARD,
+    KEYLESS_PASSES,
+    MAX_REMEMBERED_FAMILIES,
+    SPLIT_BACKWARD,
+    AttentionFamily,
+    Pass,
+)
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.space.workspace import dq_padding
 
 MAX_PADDING = 2.0  # of dq: with so much and more, a fused backward that nobody measured is not taken
 ZEROS_PER_POSTPROCESSING = 2 / 3  # of its time: an unordered kernel's zeros are 4 of the 6 bytes that it moves
-MAX_REMEMBERED = 16_384  # decisions kept by a Dispatcher; a stream of ever new lengths must not fill memory
+MAX_REMEMBERED = 1024  # decisions, which say why, kept by a Dispatcher
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 _logger = logging.getLogger("fa_autotune")
 
@@ -55,8 +66,17 @@ class BackwardChoice:
         return f"backward {self.way}: {self.reason}"
 
 
+class _Weighed(NamedTuple):
+    """The way of a backward and what made it so: of these the first that is there."""
+
+    way: BackwardWay
+    unserved: AttentionProblem | None = None  # a fused kernel's
+    times: Mapping[BackwardWay, float] | None = None  # of the ways that were measured on the very shape
+    padding: float = 0.0  # of dq, if it is too much
+
+
 class Dispatcher:
-    """Decisions for one device, remembered: after the first call a problem costs one dict look-up.
+    """Kernels for one device. What follows from a problem's family is worked out once, so that a new shape is cheap.
 
     Thread-safe. The databases are read once, on the first decision; later ones open no database. What concerns people
     (unreadable databases, stale winners, an untuned problem) is logged once each to the logger `fa_autotune`.
@@ -78,7 +98,9 @@ class Dispatcher:
         self._digest_of = None if digest_of is None else cache(digest_of)
         self._misses = MissLog(store_misses or self._store_in_user_database)
         self._snapshot: Snapshot | None = None
-        self._remembered: dict[AttentionProblem, Decision | NoKernelError] = {}
+        self._families: dict[AttentionFamily, FamilyChoices] = {}
+        self._remembered: dict[AttentionProblem, Decision] = {}
+        self._is_interpreter = device.arch == INTERPRETER_ARCH
         self._warned: set[str] = set()
         self._lock = threading.RLock()
 
@@ -97,24 +119,31 @@ class Dispatcher:
         """How often each problem without an exact winner was asked for since the last flush."""
         return self._misses.counts
 
+    def choose(self, problem: AttentionProblem, *, ahead: bool = False) -> Choice:
+        """The kernel for a problem, the same objects for each problem that it serves; NoKernelError if none does.
+
+        `ahead`: it may never run, so no miss is counted and nothing is logged.
+        """
+        with self._lock:
+            choice = self._choices(problem.family).choose(problem.shape)
+            if not ahead:
+                self._note(problem, choice)
+            return choice
+
     def decide(self, problem: AttentionProblem) -> Decision:
-        """The decision for a problem, made once; NoKernelError if no variant serves it."""
-        found = self._decision(problem)
-        if isinstance(found, NoKernelError):
-            # A fresh one each time: a raised exception holds on to its caller's frames.
-            raise NoKernelError(str(found))
-        self._warn(found)
-        # What the interpreter misses is never tuned: its times mean nothing.
-        if found.origin is not Origin.EXACT and self.device.arch != INTERPRETER_ARCH:
-            self._misses.add(problem)
+        """`choose`, with the reasons."""
+        found = self.peek(problem)
+        self._note(problem, found)
         return found
 
     def peek(self, problem: AttentionProblem) -> Decision:
         """`decide`, for those who only want to know: no miss is counted and nothing is logged."""
-        found = self._decision(problem)
-        if isinstance(found, NoKernelError):
-            raise NoKernelError(str(found))
-        return found
+        with self._lock:
+            found = self._remembered.get(problem)
+            if found is None:
+                found = self._choices(problem.family).decide(problem.shape)
+                _keep(self._remembered, problem, found, MAX_REMEMBERED)
+            return found
 
     def backward(self, call: AttentionProblem, *, unordered: bool = False) -> tuple[AttentionProblem, ...]:
         """The problems of the kernels of a call's whole backward, in the order in which they run; `call` is the
@@ -129,32 +158,51 @@ class Dispatcher:
         dq in any order, which counts as a way of its own where both orders were measured, with the time for zeros to
         add to.
         """
-        ways = {
-            BackwardWay.FUSED: tuple(call.for_pass(one) for one in FUSED_BACKWARD),
-            BackwardWay.SPLIT: tuple(call.for_pass(one) for one in SPLIT_BACKWARD),
-        }
-        before, fused, after = ways[BackwardWay.FUSED]
+        with self._lock:
+            weighed = self._weigh(call, unordered)
+            return BackwardChoice(
+                way=weighed.way,
+                problems=_problems_of(weighed.way, call),
+                reason=self._reason(weighed, _ways(unordered)),
+            )
 
-        def choose(way: BackwardWay, reason: str) -> BackwardChoice:
-            return BackwardChoice(way=way, problems=ways[way], reason=reason)
+    def backward_way(self, call: AttentionProblem, *, unordered: bool = False) -> BackwardWay:
+        """The way of `backward_choice`, without the reason."""
+        with self._lock:
+            return self._weigh(call, unordered).way
 
+    def _weigh(self, call: AttentionProblem, unordered: bool) -> _Weighed:
+        before, fused, after = _problems_of(BackwardWay.FUSED, call)
         for problem in (fused, before, after):
-            if isinstance(found := self._decision(problem), NoKernelError):
-                return choose(BackwardWay.SPLIT, str(found))
-        if unordered:
-            ways[BackwardWay.FUSED_UNORDERED] = (before, call.for_pass(Pass.BWD_FUSED, unordered=True), after)
-        times = {way: ms for way, problems in ways.items() if (ms := self._measured_ms(problems)) is not None}
-        if BackwardWay.FUSED_UNORDERED in times:
-            times[BackwardWay.FUSED_UNORDERED] += ZEROS_PER_POSTPROCESSING * (self._measured_ms((after,)) or 0.0)
-        if BackwardWay.FUSED in times:
+            if not self._choices(problem.family).serves(problem.shape):
+                return _Weighed(BackwardWay.SPLIT, unserved=problem)
+        fused_ms = self._measured_ms((before, fused, after))
+        if fused_ms is not None:
+            times = {BackwardWay.FUSED: fused_ms}
+            for way in _ways(unordered)[1:]:
+                if (ms := self._measured_ms(_problems_of(way, call))) is not None:
+                    times[way] = ms
+            if BackwardWay.FUSED_UNORDERED in times:
+                times[BackwardWay.FUSED_UNORDERED] += ZEROS_PER_POSTPROCESSING * (self._measured_ms((after,)) or 0.0)
+            return _Weighed(min(times, key=lambda way: times[way]), times=times)
+        if (padding := dq_padding(fused.family, call.shape)) >= MAX_PADDING:
+            return _Weighed(BackwardWay.SPLIT, padding=padding)
+        return _Weighed(BackwardWay.FUSED)
+
+    def _reason(self, weighed: _Weighed, ways: Sequence[BackwardWay]) -> str:
+        if weighed.unserved is not None:
+            try:
+                self.peek(weighed.unserved)
+            except NoKernelError as error:
+                return str(error)
+        if times := weighed.times:
             told = ", ".join(f"{way} {ms:.4g} ms" for way, ms in times.items())
             why = "the fastest of those that were" if len(times) > 1 else "the only one that was"
             missing = "".join(f"; {way} was not" for way in ways if way not in times)
-            fastest = min(times, key=lambda way: times[way])
-            return choose(fastest, f"{why} measured on this shape ({told}){missing}")
-        if (padding := dq_padding(fused.family, call.shape)) >= MAX_PADDING:
-            return choose(BackwardWay.SPLIT, f"the fused kernel would pad dq to {padding:.1f} times its size")
-        return choose(BackwardWay.FUSED, "a kernel serves it, and it was not measured on this shape")
+            return f"{why} measured on this shape ({told}){missing}"
+        if weighed.padding:
+            return f"the fused kernel would pad dq to {weighed.padding:.1f} times its size"
+        return "a kernel serves it, and it was not measured on this shape"
 
     def _measured_ms(self, problems: Sequence[AttentionProblem]) -> float | None:
         """Time of kernels one after another; None if one of them has no winner of that very shape.
@@ -162,11 +210,13 @@ class Dispatcher:
         Those that know no keys are a few per cent of a way: the time on another shape will do for them, or none, and
         that they were timed in CUDA graphs where long kernels were timed by events.
         """
+        # The others first: most often they decide, and quickly.
+        longest_first = sorted(problems, key=lambda problem: problem.family.kernel_pass in KEYLESS_PASSES)
         times: list[float] = []
-        for problem in problems:
-            found = self._decision(problem)
-            is_short = problem.family.kernel_pass in KEYLESS_PASSES
-            if isinstance(found, NoKernelError) or (found.origin is not Origin.EXACT and not is_short):
+        for problem in longest_first:
+            choices, is_short = self._choices(problem.family), problem.family.kernel_pass in KEYLESS_PASSES
+            found = choices.find(problem.shape) if is_short else choices.find_exact(problem.shape)
+            if found is None:
                 return None
             times.append(found.median_ms or 0.0)
         return math.fsum(times)
@@ -175,36 +225,29 @@ class Dispatcher:
         """Append the misses so far to the user's database; gives the number of problems. Runs by itself at exit."""
         return self._misses.flush()
 
-    def _decision(self, problem: AttentionProblem) -> Decision | NoKernelError:
-        return self._remembered.get(problem) or self._decide_once(problem)
+    def _choices(self, family: AttentionFamily) -> FamilyChoices:
+        found = self._families.get(family)
+        if found is None:
+            found = FamilyChoices(
+                family,
+                device=self.device,
+                triton_version=self.triton_version,
+                snapshot=self.snapshot,
+                digest_of=self._digest_of,
+            )
+            _keep(self._families, family, found, MAX_REMEMBERED_FAMILIES)
+        return found
 
-    def _decide_once(self, problem: AttentionProblem) -> Decision | NoKernelError:
-        with self._lock:
-            if (known := self._remembered.get(problem)) is not None:
-                return known
-            found: Decision | NoKernelError
-            try:
-                found = decide(
-                    problem,
-                    device=self.device,
-                    triton_version=self.triton_version,
-                    snapshot=self.snapshot,
-                    digest_of=self._digest_of,
-                )
-            except NoKernelError as error:
-                found = NoKernelError(str(error))
-            if len(self._remembered) >= MAX_REMEMBERED:
-                del self._remembered[next(iter(self._remembered))]
-            self._remembered[problem] = found
-            return found
-
-    def _warn(self, decision: Decision) -> None:
-        if self.device.arch == INTERPRETER_ARCH:
+    def _note(self, problem: AttentionProblem, choice: Choice) -> None:
+        """Count a miss and tell what concerns people."""
+        if self._is_interpreter:  # what it misses is never tuned: its times mean nothing
             return
-        if decision.stale:
-            self._warn_once("stale", f"{decision.problem.label} runs with a stale winner: {decision.trace[-1]}")
-        if decision.origin is Origin.DEFAULT:
-            text = f"{decision.problem.label} is untuned on {self.device.name} and runs with a default"
+        if choice.origin is not Origin.EXACT:
+            self._misses.add(problem)
+        if choice.stale and "stale" not in self._warned:
+            self._warn_once("stale", f"{problem.label} runs with a stale winner: {self.peek(problem).trace[-1]}")
+        if choice.origin is Origin.DEFAULT and "default" not in self._warned:
+            text = f"{problem.label} is untuned on {self.device.name} and runs with a default"
             self._warn_once("default", f"{text}; {TUNE_COMMAND} tunes what was missed (told once)")
 
     def _warn_once(self, subject: str, text: str) -> None:
@@ -222,3 +265,23 @@ class Dispatcher:
             database.add_misses(
                 Miss(problem=problem, device_fingerprint=fingerprint, count=count) for problem, count in misses.items()
             )
+
+
+def _ways(unordered: bool) -> tuple[BackwardWay, ...]:
+    """The ways that a backward may go, the one that needs no measurement first."""
+    ordered = (BackwardWay.FUSED, BackwardWay.SPLIT)
+    return (*ordered, BackwardWay.FUSED_UNORDERED) if unordered else ordered
+
+
+def _problems_of(way: BackwardWay, call: AttentionProblem) -> tuple[AttentionProblem, ...]:
+    if way is BackwardWay.SPLIT:
+        return tuple(call.for_pass(one) for one in SPLIT_BACKWARD)
+    is_free = way is BackwardWay.FUSED_UNORDERED
+    return tuple(call.for_pass(one, unordered=is_free and one is Pass.BWD_FUSED) for one in FUSED_BACKWARD)
+
+
+def _keep(memory: dict[Key, Value], key: Key, value: Value, most: int) -> None:
+    """Remember a value, in place of the oldest if there are as many as may be."""
+    if len(memory) >= most:
+        del memory[next(iter(memory))]
+    memory[key] = value

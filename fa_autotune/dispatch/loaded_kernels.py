@@ -30,7 +30,7 @@ def kernel_for(problem: AttentionProblem, index: int, *, ahead: bool = False) ->
     """
     with _lock:
         dispatcher = dispatcher_of(index)
-        candidate = (dispatcher.peek(problem) if ahead else dispatcher.decide(problem)).candidate
+        candidate = dispatcher.choose(problem, ahead=ahead).candidate
         kernel = _kernels.get((index, candidate))
         if kernel is None:
             if index >= 0 and torch.cuda.is_current_stream_capturing():

@@ -2,8 +2,11 @@
 
 import math
 
-from fa_autotune.problem.family import Pass
-from fa_autotune.problem.problem import AttentionProblem
+from fa_autotune.problem.family import AttentionFamily, Pass
+from fa_autotune.problem.problem import AttentionProblem, AttentionShape, visible_pairs
+
+ShapeFeatures = tuple[float, float, float, float]  # in doublings, each times what it weighs
+ROUNDED_BY = 1e-6  # distances closer than this may be equal once they are rounded
 
 
 def shape_distance(first: AttentionProblem, second: AttentionProblem, num_sms: int) -> float:
@@ -13,19 +16,28 @@ def shape_distance(first: AttentionProblem, second: AttentionProblem, num_sms: i
     and (little) the heads that share K and V; for dk and dv the query rows that a key loops over, and so on. Each
     saturates where a larger number no longer changes the best tile.
     """
-    weights = (1.0, 1.0, 0.5, 0.25)
-    pairs = zip(weights, _features(first, num_sms), _features(second, num_sms), strict=True)
+    return distance(*(shape_features(problem.family, problem.shape, num_sms) for problem in (first, second)))
+
+
+def distance(first: ShapeFeatures, second: ShapeFeatures) -> float:
+    """`shape_distance` by the features of the two."""
     # Rounded, so that the last bit of a logarithm never decides between two ranks.
-    return round(sum(weight * abs(a - b) for weight, a, b in pairs), 6)
+    return round(unrounded_distance(first, second), 6)
 
 
-def _features(problem: AttentionProblem, num_sms: int) -> tuple[float, float, float, float]:
-    shape = problem.shape
-    owned, heads, loops = shape.seqlen_q, shape.num_q_heads, 1
-    if problem.family.kernel_pass in (Pass.BWD_DKDV, Pass.BWD_FUSED):
-        owned, heads, loops = shape.seqlen_k, shape.num_kv_heads, shape.gqa_group_size
-    loop_length = min(max(loops * problem.visible_pairs / owned, 1.0), 8192.0)
-    rows = min(owned, 256)
-    waves = shape.batch_size * heads * math.ceil(owned / 64) / num_sms
-    waves = min(max(waves, 0.125), 32.0)
-    return math.log2(loop_length), math.log2(rows), math.log2(waves), math.log2(shape.gqa_group_size)
+def unrounded_distance(first: ShapeFeatures, second: ShapeFeatures) -> float:
+    """The same but for rounding, which takes as long as all else."""
+    loop, rows, waves, group = first
+    other_loop, other_rows, other_waves, other_group = second
+    return abs(loop - other_loop) + abs(rows - other_rows) + abs(waves - other_waves) + abs(group - other_group)
+
+
+def shape_features(family: AttentionFamily, shape: AttentionShape, num_sms: int) -> ShapeFeatures:
+    """What counts of a shape for the kernels of a family."""
+    owned, heads, loops, group = shape.seqlen_q, shape.num_q_heads, 1, shape.num_q_heads // shape.num_kv_heads
+    if family.kernel_pass in (Pass.BWD_DKDV, Pass.BWD_FUSED):
+        owned, heads, loops = shape.seqlen_k, shape.num_kv_heads, group
+    loop_length = min(max(loops * visible_pairs(family, shape) / owned, 1.0), 8192.0)
+    waves = min(max(shape.batch_size * heads * math.ceil(owned / 64) / num_sms, 0.125), 32.0)
+    # Halves and quarters are exact, so that weights may come before differences.
+    return math.log2(loop_length), math.log2(min(owned, 256)), math.log2(waves) / 2, math.log2(group) / 4

@@ -6,8 +6,9 @@ one never changes old keys.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, Self
 
 from fa_autotune.errors import InvalidProblemError
@@ -15,6 +16,7 @@ from fa_autotune.errors import InvalidProblemError
 SCHEMA_VERSION = 1
 MIN_HEAD_DIM = 8
 MAX_HEAD_DIM = 512
+MAX_REMEMBERED_FAMILIES = 1024  # of a process; what follows from a family is worked out once
 
 
 class Pass(StrEnum):
@@ -209,6 +211,12 @@ class AttentionFamily:
         """Parse a canonical key; InvalidProblemError if it is not exactly one."""
         return cls(**family_fields(parse_key(key, FAMILY_KEYS, FAMILY_OPTIONS)))
 
+    def for_pass(self, kernel_pass: Pass, *, unordered: bool = False, mask_gradient: bool = False) -> "AttentionFamily":
+        """The family of another kernel of the same call, as `AttentionProblem.for_pass` says; each is made once."""
+        if kernel_pass is self.kernel_pass and unordered is self.unordered and mask_gradient is self.mask_gradient:
+            return self
+        return _family_for_pass(self, kernel_pass, unordered, mask_gradient)
+
     @property
     def mask_word(self) -> str:
         """Which sides are bounded, in a word: full, causal (the right one), left, or window (both)."""
@@ -267,6 +275,39 @@ class AttentionFamily:
         words = [self.kernel_pass.value, SHORT_DTYPES[self.dtype], dims, self.mask_word]
         words += [self.access.value] if self.access is not Access.TMA else []
         return " ".join([*words, *(word for word in FEATURE_WORDS if getattr(self, word))])
+
+
+@lru_cache(maxsize=MAX_REMEMBERED_FAMILIES)
+def _family_for_pass(
+    family: AttentionFamily, kernel_pass: Pass, unordered: bool, mask_gradient: bool
+) -> AttentionFamily:
+    if family.kernel_pass in KEYLESS_PASSES and kernel_pass is not family.kernel_pass:
+        raise InvalidProblemError(
+            f"{family.label} knows no keys, so it has no {kernel_pass.value} problem; start from the forward's"
+        )
+    if kernel_pass not in KEYLESS_PASSES:
+        scoreless: dict[str, Any] = dict.fromkeys(SCORE_WORDS, False) if kernel_pass is Pass.BWD_POSTPROCESS else {}
+        return replace(
+            family,
+            kernel_pass=kernel_pass,
+            sinks=family.sinks and kernel_pass is Pass.FWD,
+            unordered=unordered,
+            mask_gradient=mask_gradient,
+            **scoreless,
+        )
+    head_dim_v = family.head_dim_v
+    is_usual = family.access is strongest_access(family.dtype, family.head_dim, head_dim_v)
+    return AttentionFamily(
+        kernel_pass=kernel_pass,
+        dtype=family.dtype,
+        head_dim=head_dim_v,
+        head_dim_v=head_dim_v,
+        bounded_right=False,
+        varlen=family.varlen and kernel_pass is Pass.BWD_PREPROCESS,
+        access=strongest_access(family.dtype, head_dim_v, head_dim_v) if is_usual else family.access,
+        unordered=unordered,
+        mask_gradient=mask_gradient,
+    )
 
 
 def strongest_access(dtype: DType, head_dim: int, head_dim_v: int) -> Access:

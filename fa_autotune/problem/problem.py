@@ -15,7 +15,6 @@ from fa_autotune.problem.family import (
     MASK_WORDS,
     PASS_WORDS,
     SCHEMA_VERSION,
-    SCORE_WORDS,
     SHAPE_OPTIONS,
     SHORT_DTYPES,
     Access,
@@ -50,10 +49,8 @@ class AttentionShape:
     window_right: int = 0
 
     def __post_init__(self) -> None:
-        for name in _SHAPE_KEYS:
-            require_int(name, getattr(self, name), 1, MAX_EXTENT)
-        for name in SHAPE_OPTIONS:
-            require_int(name, getattr(self, name), 0, MAX_EXTENT)
+        for name, least in _LEAST.items():
+            require_int(name, getattr(self, name), least, MAX_EXTENT)
         if self.num_q_heads % self.num_kv_heads:
             raise InvalidProblemError(
                 f"num_q_heads={self.num_q_heads} is no multiple of num_kv_heads={self.num_kv_heads}: "
@@ -109,9 +106,12 @@ class AttentionProblem:
                 f"AttentionProblem takes an AttentionFamily and an AttentionShape, not {self.family!r} and "
                 f"{self.shape!r}; AttentionProblem.parse reads the short text form"
             )
-        for side in ("left", "right"):
-            size = getattr(self.shape, f"window_{side}")
-            if size and not getattr(self.family, f"bounded_{side}"):
+        shape, family = self.shape, self.family
+        for side, size, is_bounded in (
+            ("left", shape.window_left, family.bounded_left),
+            ("right", shape.window_right, family.bounded_right),
+        ):
+            if size and not is_bounded:
                 raise InvalidProblemError(
                     f"window_{side}={size} is of no use where bounded_{side} is False; set that too, or write "
                     f"{side}={size} in the short form"
@@ -225,49 +225,21 @@ class AttentionProblem:
         tensors where this problem's is.
         `unordered` is that of the fused kernel. InvalidProblemError from a pass without keys to another one.
         """
-        of_pass: dict[str, Any] = {"unordered": unordered, "mask_gradient": mask_gradient}
-        is_same = all(getattr(self.family, name) is value for name, value in of_pass.items())
-        if kernel_pass is self.family.kernel_pass and is_same:
+        family = self.family.for_pass(kernel_pass, unordered=unordered, mask_gradient=mask_gradient)
+        if family is self.family:
             return self
-        if self.family.kernel_pass in KEYLESS_PASSES and kernel_pass is not self.family.kernel_pass:
-            raise InvalidProblemError(
-                f"{self.label} knows no keys, so it has no {kernel_pass.value} problem; start from the forward's"
-            )
-        if kernel_pass not in KEYLESS_PASSES:
-            sinks = self.family.sinks and kernel_pass is Pass.FWD
-            family = self.family
-            if kernel_pass is Pass.BWD_POSTPROCESS:
-                scoreless: dict[str, Any] = dict.fromkeys(SCORE_WORDS, False)
-                family = replace(family, **scoreless)
-            return replace(self, family=replace(family, kernel_pass=kernel_pass, sinks=sinks, **of_pass))
-        family, head_dim_v = self.family, self.family.head_dim_v
-        batch_size, seqlen_q = self.shape.batch_size, self.shape.seqlen_q
-        is_varlen = family.varlen and kernel_pass is Pass.BWD_PREPROCESS
-        if family.varlen and not is_varlen:  # rows one after another
-            batch_size, seqlen_q = 1, min(MAX_EXTENT, batch_size * seqlen_q)
-        is_usual = family.access is strongest_access(family.dtype, family.head_dim, head_dim_v)
-        return replace(
-            self,
-            family=AttentionFamily(
-                kernel_pass=kernel_pass,
-                dtype=family.dtype,
-                head_dim=head_dim_v,
-                head_dim_v=head_dim_v,
-                bounded_right=False,
-                varlen=is_varlen,
-                access=strongest_access(family.dtype, head_dim_v, head_dim_v) if is_usual else family.access,
-                **of_pass,
-            ),
-            shape=replace(
-                self.shape,
-                batch_size=batch_size,
-                num_kv_heads=self.shape.num_q_heads,
+        shape = self.shape
+        if kernel_pass in KEYLESS_PASSES:
+            is_flat = self.family.varlen and not family.varlen  # rows one after another, whatever their sequence
+            seqlen_q = min(MAX_EXTENT, shape.batch_size * shape.seqlen_q) if is_flat else shape.seqlen_q
+            shape = AttentionShape(
+                batch_size=1 if is_flat else shape.batch_size,
+                num_q_heads=shape.num_q_heads,
+                num_kv_heads=shape.num_q_heads,
                 seqlen_q=seqlen_q,
                 seqlen_k=seqlen_q,
-                window_left=0,
-                window_right=0,
-            ),
-        )
+            )
+        return type(self)(family=family, shape=shape)
 
     @classmethod
     def _from_label(
@@ -312,13 +284,7 @@ class AttentionProblem:
     @property
     def visible_pairs(self) -> int:
         """(query, key) pairs per head that the mask lets through, its diagonals counted bottom-right."""
-        shape, offset = self.shape, self.shape.seqlen_k - self.shape.seqlen_q
-        pairs = shape.seqlen_q * shape.seqlen_k
-        if self.family.bounded_right:
-            pairs = _pairs_up_to(offset + shape.window_right, shape.seqlen_q, shape.seqlen_k)
-        if self.family.bounded_left:
-            pairs -= _pairs_up_to(offset - shape.window_left - 1, shape.seqlen_q, shape.seqlen_k)
-        return pairs
+        return visible_pairs(self.family, self.shape)
 
     @property
     def flops(self) -> int:
@@ -366,6 +332,17 @@ class AttentionProblem:
         return gradient + (pairs * family.mask_itemsize if family.has_mask else 0)
 
 
+def visible_pairs(family: AttentionFamily, shape: AttentionShape) -> int:
+    """`AttentionProblem.visible_pairs`, without the problem."""
+    seqlen_q, seqlen_k = shape.seqlen_q, shape.seqlen_k
+    offset, pairs = seqlen_k - seqlen_q, seqlen_q * seqlen_k
+    if family.bounded_right:
+        pairs = _pairs_up_to(offset + shape.window_right, seqlen_q, seqlen_k)
+    if family.bounded_left:
+        pairs -= _pairs_up_to(offset - shape.window_left - 1, seqlen_q, seqlen_k)
+    return pairs
+
+
 def rounded_up(count: int) -> int:
     """The next power of two that an extent can be, at least 1."""
     return min(1 << max(0, count - 1).bit_length(), MAX_EXTENT)
@@ -411,6 +388,7 @@ _PRODUCTS = {
 }
 _ROUNDED = ("batch_size", "seqlen_q", "seqlen_k")
 _SHAPE_KEYS = ("batch_size", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_k")
+_LEAST = {**dict.fromkeys(_SHAPE_KEYS, 1), **dict.fromkeys(SHAPE_OPTIONS, 0)}
 _LABEL = re.compile(
     r"(?P<kernel_pass>[a-z_]+) (?P<dtype>[a-z0-9]+) d(?P<dims>[0-9]{1,4}(?:/[0-9]{1,4})?) "
     rf"(?P<mask>{'|'.join(MASK_WORDS.values())})(?: (?P<access>tma|aligned|any))?"

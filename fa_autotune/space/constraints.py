@@ -1,6 +1,6 @@
 """Named constraints on candidates: each answers with a reason, so that a sweep can explain itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -81,9 +81,14 @@ def tile_fits_problem(
 ) -> str | None:
     """A tile is not mostly padding."""
     for name, block, length in _blocks_and_lengths(family, shape, config):
-        if block >= 2 * max(16, length):
+        if length < _least_length(block):
             return f"{name}={block} is at least twice the length {length}: half of the tile would be padding"
     return None
+
+
+def _least_length(block: int) -> int:
+    """More than half a block, but for blocks that can't be smaller."""
+    return block // 2 + 1 if block >= 32 else 1
 
 
 def _blocks_and_lengths(
@@ -91,13 +96,15 @@ def _blocks_and_lengths(
 ) -> list[tuple[str, int, int]]:
     if shape is None:
         return []
+    return list(zip(("BLOCK_M", "BLOCK_N"), _blocks(family, config), (shape.seqlen_q, shape.seqlen_k), strict=True))
+
+
+def _blocks(family: AttentionFamily, config: BlockedConfig) -> tuple[int, int]:
+    """Rows of queries and of keys in a tile; 1 where a kernel has none."""
     if isinstance(config, FusedConfig):
         tile = fused_tile(family)
-        return [("BLOCK_M", tile.block_m, shape.seqlen_q), ("BLOCK_N", tile.block_n, shape.seqlen_k)]
-    found = [("BLOCK_M", config.BLOCK_M, shape.seqlen_q)]
-    if not isinstance(config, BwdDeltaConfig):
-        found.append(("BLOCK_N", config.BLOCK_N, shape.seqlen_k))
-    return found
+        return tile.block_m, tile.block_n
+    return config.BLOCK_M, 1 if isinstance(config, BwdDeltaConfig) else config.BLOCK_N
 
 
 # --- constraints on kernels that loop over tiles ----------------------------------------------------------------------
@@ -432,16 +439,21 @@ def addressable_dq(
     family: AttentionFamily, shape: AttentionShape | None, config: FusedConfig, device: DeviceSpec
 ) -> str | None:
     """Descriptors count rows in 32 bits."""
-    rows = fused_dq_acc_size(family, shape)[0] if shape else 0
+    rows, numbers = _dq_extents(family, shape) if shape else (0, 0)
     if rows > MAX_DESCRIPTOR_EXTENT:
         return f"dq_acc has {rows} rows, a descriptor addresses {MAX_DESCRIPTOR_EXTENT}: split the batch"
-    if shape is None or not family.varlen:
-        return None
-    total_q = shape.batch_size * shape.seqlen_q
-    numbers = prod(packed_statistics_size(shape.num_q_heads, shape.batch_size, total_q))  # in a row, for a descriptor
     if numbers > MAX_DESCRIPTOR_EXTENT:
         return f"{numbers} lse and delta in a row, a descriptor addresses {MAX_DESCRIPTOR_EXTENT}: split the batch"
     return None
+
+
+def _dq_extents(family: AttentionFamily, shape: AttentionShape) -> tuple[int, int]:
+    """Rows of dq_acc; and lse and delta of sequences in a row, which lie in one for a descriptor."""
+    rows, _ = fused_dq_acc_size(family, shape)
+    if not family.varlen:
+        return rows, 0
+    total_q = shape.batch_size * shape.seqlen_q
+    return rows, prod(packed_statistics_size(shape.num_q_heads, shape.batch_size, total_q))
 
 
 def fused_shared_memory(
@@ -525,3 +537,50 @@ FUSED_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
 WIDE_CONSTRAINTS = tuple(pair for pair in FUSED_CONSTRAINTS if pair[1] is not scores_early)
 
 POSTPROCESS_CONSTRAINTS: tuple[tuple[str, Check], ...] = (("threads", threads),)
+
+
+# --- what is left to ask of a shape -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeNeeds:
+    """What constraints ask of a shape, in numbers, of a config that passes them on its family and device: what they
+    answer to shapes, without reasons, for those who ask of many.
+
+    Lengths of q and k are at least `least` and multiples of `blocks`. `ungrouped`: each query head has its own kv head.
+    `dq_family`: the family whose dq descriptors must address.
+    """
+
+    least_q: int = 1
+    least_k: int = 1
+    block_q: int = 1
+    block_k: int = 1
+    ungrouped: bool = False
+    dq_family: AttentionFamily | None = None
+
+    def are_met_by(self, shape: AttentionShape) -> bool:
+        """Whether a config may run on a shape."""
+        seqlen_q, seqlen_k = shape.seqlen_q, shape.seqlen_k
+        return (
+            seqlen_q >= self.least_q
+            and seqlen_k >= self.least_k
+            and not seqlen_q % self.block_q
+            and not seqlen_k % self.block_k
+            and (not self.ungrouped or shape.num_q_heads == shape.num_kv_heads)
+            and (self.dq_family is None or max(_dq_extents(self.dq_family, shape)) <= MAX_DESCRIPTOR_EXTENT)
+        )
+
+
+def shape_needs(constraints: Sequence[tuple[str, Check]], family: AttentionFamily, config: Any) -> ShapeNeeds:
+    """What is left to ask of a shape of a config that keeps constraints where only the family is known."""
+    checks = {check for _, check in constraints}
+    needs: dict[str, Any] = {}
+    if tile_fits_problem in checks:
+        needs["least_q"], needs["least_k"] = map(_least_length, _blocks(family, config))
+    if exact_lengths in checks and config.EXACT_LENGTHS:
+        needs["block_q"], needs["block_k"] = _blocks(family, config)
+    if diagonal_first in checks:
+        needs["ungrouped"] = config.DIAGONAL_FIRST
+    if addressable_dq in checks:
+        needs["dq_family"] = family
+    return ShapeNeeds(**needs)

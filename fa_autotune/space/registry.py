@@ -40,6 +40,8 @@ from fa_autotune.space.constraints import (
     WIDE_CONSTRAINTS,
     Check,
     Rejected,
+    ShapeNeeds,
+    shape_needs,
 )
 from fa_autotune.space.support import (
     beside_fused_supports,
@@ -99,6 +101,13 @@ class VariantSpec:
             if reason := check(family, shape, config, device):
                 return Rejected(constraint=name, reason=reason)
         return None
+
+    def shape_needs(
+        self, config: KernelConfig, *, family: AttentionFamily, device: DeviceSpec
+    ) -> ShapeNeeds | Rejected:
+        """What a config asks of a shape, or what it breaks on any: `rejection` of every shape at once."""
+        rejected = self.rejection(config, family=family, shape=None, device=device)
+        return rejected or shape_needs(self.constraints, family, config)
 
     def size(self) -> int:
         """Number of points in the search space, before constraints."""

@@ -6,7 +6,6 @@ from itertools import product
 
 from fa_autotune.problem.device import DeviceSpec
 from fa_autotune.problem.family import Access, AttentionFamily, Pass
-from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.space.candidate import Variant
 from fa_autotune.space.config import (
     BwdDeltaConfig,
@@ -174,15 +173,15 @@ def _tiled(spec: VariantSpec, family: AttentionFamily, tile: Tile, widest: int) 
     )
 
 
-def fallback_configs(spec: VariantSpec, problem: AttentionProblem, arch: str) -> Iterator[KernelConfig]:
+def fallback_configs(spec: VariantSpec, family: AttentionFamily, arch: str) -> Iterator[KernelConfig]:
     """The variant's default, then the same with ever smaller tiles, for shapes and devices that it does not fit."""
-    base = default_config(spec, problem.family, arch)
+    base = default_config(spec, family, arch)
     if isinstance(
         base, HopperWsFwdConfig | FusedConfig | BwdPostprocessConfig
     ):  # one tile alone; other kernels have smaller ones
         yield base
         return
-    least = min_scores_per_warp(problem.family)
+    least = min_scores_per_warp(family)
     for block_m in _halvings(base.BLOCK_M):
         if isinstance(base, BwdDeltaConfig):
             yield replace(base, BLOCK_M=block_m)

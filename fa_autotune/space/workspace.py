@@ -5,8 +5,9 @@ preprocessing gives, and dq as the fused kernel adds it up, in fp32 and in the o
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-from fa_autotune.problem.family import AttentionFamily
+from fa_autotune.problem.family import MAX_REMEMBERED_FAMILIES, AttentionFamily
 from fa_autotune.problem.problem import AttentionShape
 
 STATISTIC_ROWS = 128  # lse and delta of a head are padded to whole blocks of so many rows, whatever a tile has
@@ -52,6 +53,7 @@ def is_wide(family: AttentionFamily) -> bool:
     return max(family.head_dim, family.head_dim_v) > WIDEST_SHARED
 
 
+@lru_cache(maxsize=MAX_REMEMBERED_FAMILIES)
 def fused_tile(family: AttentionFamily) -> FusedTile:
     """The tile of a family. Up to WIDEST_SHARED both head dims are padded to the same columns, above it each to whole
     parts."""
