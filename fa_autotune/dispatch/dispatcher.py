@@ -18,7 +18,7 @@ from fa_autotune.errors import NoKernelError
 from fa_autotune.kernels.render import rendered_digest
 from fa_autotune.paths import database_path, pack_paths
 from fa_autotune.problem.device import INTERPRETER_ARCH, DeviceSpec
-from fa_autotune.problem.family import FUSED_BACKWARD, KEYLESS_PASSES, SPLIT_BACKWARD, Pass
+from fa_autotune.problem.passes import FUSED_BACKWARD, SPLIT_BACKWARD, Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.space.workspace import dq_padding
 
@@ -165,7 +165,7 @@ class Dispatcher:
         times: list[float] = []
         for problem in problems:
             found = self._decision(problem)
-            is_short = problem.family.kernel_pass in KEYLESS_PASSES
+            is_short = not problem.family.kernel_pass.spec.knows_keys
             if isinstance(found, NoKernelError) or (found.origin is not Origin.EXACT and not is_short):
                 return None
             times.append(found.median_ms or 0.0)

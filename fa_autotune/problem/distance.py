@@ -2,7 +2,6 @@
 
 import math
 
-from fa_autotune.problem.family import Pass
 from fa_autotune.problem.problem import AttentionProblem
 
 
@@ -22,7 +21,7 @@ def shape_distance(first: AttentionProblem, second: AttentionProblem, num_sms: i
 def _features(problem: AttentionProblem, num_sms: int) -> tuple[float, float, float, float]:
     shape = problem.shape
     owned, heads, loops = shape.seqlen_q, shape.num_q_heads, 1
-    if problem.family.kernel_pass in (Pass.BWD_DKDV, Pass.BWD_FUSED):
+    if problem.family.kernel_pass.spec.owns_keys:
         owned, heads, loops = shape.seqlen_k, shape.num_kv_heads, shape.gqa_group_size
     loop_length = min(max(loops * problem.visible_pairs / owned, 1.0), 8192.0)
     rows = min(owned, 256)

@@ -7,11 +7,9 @@ from typing import Any, Self
 
 from fa_autotune.errors import InvalidProblemError
 from fa_autotune.problem.family import (
-    BACKWARD_PASSES,
     FAMILY_KEYS,
     FAMILY_OPTIONS,
     FEATURE_WORDS,
-    KEYLESS_PASSES,
     MASK_WORDS,
     PASS_WORDS,
     SCHEMA_VERSION,
@@ -21,13 +19,13 @@ from fa_autotune.problem.family import (
     Access,
     AttentionFamily,
     DType,
-    Pass,
     canonical_json,
     family_fields,
     parse_key,
     require_int,
     strongest_access,
 )
+from fa_autotune.problem.passes import BACKWARD_PASSES, TENSORS, Element, Extent, Pass
 
 MAX_EXTENT = 2**31 - 1  # lengths and grid axis 0 are 32-bit in every kernel
 
@@ -229,20 +227,20 @@ class AttentionProblem:
         is_same = all(getattr(self.family, name) is value for name, value in of_pass.items())
         if kernel_pass is self.family.kernel_pass and is_same:
             return self
-        if self.family.kernel_pass in KEYLESS_PASSES and kernel_pass is not self.family.kernel_pass:
+        if not self.family.kernel_pass.spec.knows_keys and kernel_pass is not self.family.kernel_pass:
             raise InvalidProblemError(
                 f"{self.label} knows no keys, so it has no {kernel_pass.value} problem; start from the forward's"
             )
-        if kernel_pass not in KEYLESS_PASSES:
+        if kernel_pass.spec.knows_keys:
             sinks = self.family.sinks and kernel_pass is Pass.FWD
             family = self.family
-            if kernel_pass is Pass.BWD_POSTPROCESS:
+            if not kernel_pass.spec.knows_scores:
                 scoreless: dict[str, Any] = dict.fromkeys(SCORE_WORDS, False)
                 family = replace(family, **scoreless)
             return replace(self, family=replace(family, kernel_pass=kernel_pass, sinks=sinks, **of_pass))
         family, head_dim_v = self.family, self.family.head_dim_v
         batch_size, seqlen_q = self.shape.batch_size, self.shape.seqlen_q
-        is_varlen = family.varlen and kernel_pass is Pass.BWD_PREPROCESS
+        is_varlen = family.varlen and kernel_pass.spec.knows_sequences
         if family.varlen and not is_varlen:  # rows one after another
             batch_size, seqlen_q = 1, min(MAX_EXTENT, batch_size * seqlen_q)
         is_usual = family.access is strongest_access(family.dtype, family.head_dim, head_dim_v)
@@ -331,7 +329,7 @@ class AttentionProblem:
         pairs = self.visible_pairs
         if family.mask_word == "causal" and not shape.window_right and shape.seqlen_q == shape.seqlen_k:
             pairs = shape.seqlen_q * shape.seqlen_k // 2
-        qk_products, v_products = _PRODUCTS[family.kernel_pass]
+        qk_products, v_products = family.kernel_pass.spec.products
         columns = qk_products * family.head_dim + v_products * family.head_dim_v
         return 2 * pairs * columns * shape.batch_size * shape.num_q_heads
 
@@ -341,29 +339,24 @@ class AttentionProblem:
 
     @property
     def io_bytes(self) -> int:
-        """Bytes of every tensor that the kernel reads or writes, each counted once."""
+        """Bytes of every tensor that the kernel reads or writes, each counted once; of a mask, those of one head."""
         shape, family = self.shape, self.family
-        q_rows = shape.batch_size * shape.num_q_heads * shape.seqlen_q
-        k_rows = shape.batch_size * shape.num_kv_heads * shape.seqlen_k
-        dims = family.head_dim + family.head_dim_v
-        elements, statistics = {
-            Pass.FWD: ((q_rows + k_rows) * dims, 1),
-            Pass.BWD_DELTA: (2 * q_rows * family.head_dim_v, 1),
-            Pass.BWD_DKDV: ((q_rows + 2 * k_rows) * dims, 2),
-            Pass.BWD_DQ: ((q_rows + k_rows) * dims + q_rows * family.head_dim, 2),
-            Pass.BWD_PREPROCESS: (2 * q_rows * family.head_dim_v, 3),
-            Pass.BWD_FUSED: ((q_rows + 2 * k_rows) * dims, 2 + family.head_dim),
-            Pass.BWD_POSTPROCESS: (q_rows * family.head_dim, family.head_dim),
-        }[family.kernel_pass]
-        return elements * family.dtype.itemsize + 4 * statistics * q_rows + self._mask_bytes
-
-    @property
-    def _mask_bytes(self) -> int:
-        """Bytes of the mask where every (batch, head) shares it, and of its gradient before that is summed."""
-        shape, family = self.shape, self.family
-        pairs = shape.seqlen_q * shape.seqlen_k
-        gradient = 4 * pairs * shape.batch_size * shape.num_q_heads if family.mask_gradient else 0
-        return gradient + (pairs * family.mask_itemsize if family.has_mask else 0)
+        rows = {
+            Extent.QUERIES: shape.batch_size * shape.num_q_heads * shape.seqlen_q,
+            Extent.KEYS: shape.batch_size * shape.num_kv_heads * shape.seqlen_k,
+        }
+        columns = {
+            Extent.HEAD_DIM: family.head_dim,
+            Extent.HEAD_DIM_V: family.head_dim_v,
+            Extent.KEYS: shape.seqlen_k,
+        }
+        found = shape.seqlen_q * shape.seqlen_k * family.mask_itemsize if family.has_mask else 0  # one for all heads
+        for name in (*family.kernel_pass.spec.takes, *family.outputs):
+            tensor = TENSORS[name]
+            width = tensor.columns if isinstance(tensor.columns, int) else columns[tensor.columns]
+            itemsize = family.dtype.itemsize if tensor.element is Element.OF_CALL else 4
+            found += rows[tensor.rows] * width * itemsize
+        return found
 
 
 def rounded_up(count: int) -> int:
@@ -399,16 +392,6 @@ def _pairs_up_to(diagonal: int, seqlen_q: int, seqlen_k: int) -> int:
     return growing + seqlen_k * max(0, last - max(seqlen_k, first - 1))
 
 
-# Matrix products per pair of query and key: how many of head_dim columns, how many of head_dim_v.
-_PRODUCTS = {
-    Pass.FWD: (1, 1),
-    Pass.BWD_DELTA: (0, 0),
-    Pass.BWD_DKDV: (2, 2),
-    Pass.BWD_DQ: (2, 1),
-    Pass.BWD_PREPROCESS: (0, 0),
-    Pass.BWD_FUSED: (3, 2),
-    Pass.BWD_POSTPROCESS: (0, 0),
-}
 _ROUNDED = ("batch_size", "seqlen_q", "seqlen_k")
 _SHAPE_KEYS = ("batch_size", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_k")
 _LABEL = re.compile(
