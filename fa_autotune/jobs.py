@@ -15,8 +15,9 @@ from fa_autotune.database import TuningDatabase
 from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
 from fa_autotune.paths import database_path
 from fa_autotune.problem.device import INTERPRETER, INTERPRETER_ARCH, DeviceSpec, Toolchain
-from fa_autotune.problem.family import DType, Pass, parse_passes
+from fa_autotune.problem.family import DType
 from fa_autotune.problem.models import default_problems, problems_for_model, tiny_problems
+from fa_autotune.problem.passes import Pass, parse_passes
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import Evaluator
 from fa_autotune.space.candidate import Variant

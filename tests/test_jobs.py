@@ -15,8 +15,9 @@ from fa_autotune.errors import FaAutotuneError, InvalidProblemError, Unsupported
 from fa_autotune.jobs import TuneJob, find_device, parse_duration_s, tune_job
 from fa_autotune.kernels.render import rendered_digest
 from fa_autotune.problem.device import INTERPRETER, KNOWN_DEVICES, Toolchain
-from fa_autotune.problem.family import BACKWARD_PASSES, DType, Pass
+from fa_autotune.problem.family import DType
 from fa_autotune.problem.models import default_problems, tiny_problems
+from fa_autotune.problem.passes import BACKWARD_PASSES, Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import TrialStatus
 from fa_autotune.space.candidate import Candidate, Variant

@@ -40,7 +40,6 @@ from fa_autotune.ops.call import (
 from fa_autotune.ops.plans import plan_of
 from fa_autotune.paths import interpreting
 from fa_autotune.problem.device import DeviceSpec, Toolchain
-from fa_autotune.problem.family import Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import Measurement
 from fa_autotune.reference.attention import seeded_inputs
@@ -293,7 +292,7 @@ def _backward_note(dispatcher: Dispatcher, problem: AttentionProblem, backend: i
     return "; ".join(
         f"{one.family.kernel_pass} {one.variant} {config_label(one.config)}"
         for one in candidates
-        if one.family.kernel_pass in (Pass.BWD_DKDV, Pass.BWD_DQ, Pass.BWD_FUSED)
+        if one.family.kernel_pass.spec.knows_scores
     )
 
 

@@ -14,7 +14,7 @@ import click
 from fa_autotune.cli.problem_options import named_problems, problem_options
 from fa_autotune.cli.terminal import print_table, say
 from fa_autotune.problem.device import INTERPRETER_ARCH
-from fa_autotune.problem.family import parse_passes
+from fa_autotune.problem.passes import parse_passes
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import TrialStatus
 from fa_autotune.space.config import config_label

@@ -19,14 +19,8 @@ from fa_autotune.errors import NoKernelError
 from fa_autotune.kernels.render import rendered_digest
 from fa_autotune.paths import database_path, pack_paths
 from fa_autotune.problem.device import INTERPRETER_ARCH, DeviceSpec
-from fa_autotune.problem.family import (
-    FUSED_BACKWARD,
-    KEYLESS_PASSES,
-    MAX_REMEMBERED_FAMILIES,
-    SPLIT_BACKWARD,
-    AttentionFamily,
-    Pass,
-)
+from fa_autotune.problem.family import MAX_REMEMBERED_FAMILIES, AttentionFamily
+from fa_autotune.problem.passes import FUSED_BACKWARD, KEYLESS_PASSES, SPLIT_BACKWARD, Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.space.workspace import dq_padding
 

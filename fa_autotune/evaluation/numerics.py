@@ -21,7 +21,8 @@ from fa_autotune.evaluation.expectations import (
 from fa_autotune.evaluation.probes import Probe
 from fa_autotune.evaluation.seeded import seeded_features, seeded_workload
 from fa_autotune.evaluation.workload import Workload, statistics_of
-from fa_autotune.problem.family import KEYLESS_PASSES, AttentionFamily, DType, Pass
+from fa_autotune.problem.family import AttentionFamily, DType
+from fa_autotune.problem.passes import TENSORS, Extent, Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.reference.attention import (
     TORCH_DTYPES,
@@ -64,11 +65,12 @@ def expected_of(family: AttentionFamily, probe: Probe, device_name: str) -> tupl
     expected = expectations_of(workload, workload.inputs)
     if workload.sequences is not None:
         _spoil_unused(workload)
-    elif family.kernel_pass not in KEYLESS_PASSES:
+    else:
         first, end = _seen_keys(workload)
-        for tensor in workload.inputs[1:3]:  # k and v
-            tensor[:, :, :first] = float("nan")
-            tensor[:, :, end:] = float("nan")
+        for name, tensor in workload.named_inputs.items():
+            if TENSORS[name].rows is Extent.KEYS:
+                tensor[:, :, :first] = float("nan")
+                tensor[:, :, end:] = float("nan")
     return workload, expected
 
 
@@ -77,13 +79,12 @@ def _spoil_unused(workload: Workload) -> None:
     assert workload.sequences is not None
     unused = slice(sum(workload.sequences.lengths_q), None)
     unseen = workload.varlen_call.unseen_keys().to(workload.inputs[0].device)
-    kernel_pass = workload.family.kernel_pass
-    for place, tensor in enumerate(workload.inputs):
-        if kernel_pass is Pass.BWD_POSTPROCESS or (kernel_pass is Pass.BWD_FUSED and place > 3):
-            continue  # what lies in blocks
-        if place in (1, 2) and kernel_pass is not Pass.BWD_PREPROCESS:  # k and v
+    for name, tensor in workload.named_inputs.items():
+        if TENSORS[name].in_blocks:
+            continue
+        if TENSORS[name].rows is Extent.KEYS:
             tensor[:, :, unseen] = float("nan")
-        elif place != 4:  # lse is −inf there
+        elif name != "lse" or not workload.family.kernel_pass.spec.knows_keys:  # whose lse is −inf there
             tensor[:, :, unused] = float("nan")
 
 
@@ -129,17 +130,18 @@ def expectations_of(
             ExpectedNumbers(name="out", ref=ref, pt=pt, zero=empty, why="rows that see no key"),
             ExpectedLse(ref=lse, tolerance=_lse_tolerance(workload) + MAX_ERROR_FACTOR * lse_error),
         ]
+    q, k, _, _, lse, _ = inputs
     refs = backward_from_statistics(*inputs, **call, first_key=first_key)
-    pts = backward_from_statistics(*inputs, **call, first_key=first_key, dtype=inputs[0].dtype, tf32=family.tf32)
+    pts = backward_from_statistics(*inputs, **call, first_key=first_key, dtype=q.dtype, tf32=family.tf32)
     factor = _gradient_factor(workload)
     if family.kernel_pass is Pass.BWD_DQ:
-        empty, why = inputs[4] == float("-inf"), "rows that see no key"
+        empty, why = lse == float("-inf"), "rows that see no key"
         shared: dict[str, Any] = {"zero": empty, "why": why, "factor": factor}
         found: list[Expectation] = [ExpectedNumbers(name="dq", ref=refs[0], pt=pts[0], **shared)]
         if family.mask_gradient:
             found.append(ExpectedNumbers(name="d_mask", ref=refs[3], pt=pts[3], terms=family.head_dim_v, **shared))
         return found
-    unseen, why = _unseen_keys(workload, inputs[1], first_key), "keys that no row sees"
+    unseen, why = _unseen_keys(workload, k, first_key), "keys that no row sees"
     return [
         ExpectedNumbers(name=name, ref=refs[i], pt=pts[i], zero=unseen, why=why, factor=factor)
         for i, name in ((1, "dk"), (2, "dv"))
@@ -243,17 +245,16 @@ def expected_stretch(workload: Workload, batch: int, head: int, start: int, stop
     """What is expected of rows start … stop − 1 of a head; for dk and dv, of keys of a kv head."""
     group = workload.shape.gqa_group_size
     one, whole, rows = slice(batch, batch + 1), slice(None), slice(start, stop)
-    if workload.family.kernel_pass is Pass.BWD_DKDV:
+    if workload.family.kernel_pass.spec.owns_keys:
         keys_of, rows_of = (one, slice(head, head + 1), rows), (one, slice(head * group, (head + 1) * group), whole)
         first = {"first_key": start}
     else:
         keys_of, rows_of = (one, slice(head // group, head // group + 1), whole), (one, slice(head, head + 1), rows)
         first = {"first_row": start}
-    inputs = workload.inputs
-    if workload.family.kernel_pass is Pass.BWD_DELTA:
-        parts = [tensor[rows_of] for tensor in inputs]
-    else:
-        parts = [tensor[keys_of if place in (1, 2) else rows_of] for place, tensor in enumerate(inputs)]
+    parts = [
+        tensor[keys_of if TENSORS[name].rows is Extent.KEYS else rows_of]
+        for name, tensor in workload.named_inputs.items()
+    ]
     part = replace(workload, features=workload.features.of_heads(one, rows_of[1]))
     return expectations_of(part, tuple(parts), **first)
 

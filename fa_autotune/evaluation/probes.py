@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from fa_autotune.problem.family import AttentionFamily, Pass
+from fa_autotune.problem.family import AttentionFamily
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionShape
 from fa_autotune.problem.sequences import Sequences
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from fa_autotune.evaluation.workload import Workload, acc_of_dq, statistics_of
-from fa_autotune.problem.family import KEYLESS_PASSES, Pass
 from fa_autotune.problem.problem import AttentionProblem, AttentionShape
 from fa_autotune.problem.sequences import Sequences
 from fa_autotune.reference.attention import TORCH_DTYPES, backward_statistics, seeded_inputs, seeded_output
@@ -104,30 +103,26 @@ def seeded_workload(
     if family.varlen:
         sequences = sequences or Sequences.equal(shape)
         return _seeded_in_a_row(problem, sequences, device, diagonal, seed, scale, features)
-    kernel_pass = family.kernel_pass
-    inputs: tuple[Tensor, ...]
-    if kernel_pass is Pass.BWD_POSTPROCESS:
-        inputs = (_seeded_dq_acc(problem, device, diagonal, features.left_diagonal, seed, scale),)
-    elif kernel_pass in KEYLESS_PASSES:
-        inputs = (seeded_output(family, shape, device=device, seed=seed, scale=scale),)
-    else:
-        inputs = seeded_inputs(family, shape, device=device, seed=seed, scale=scale)
-    if kernel_pass not in (Pass.FWD, Pass.BWD_POSTPROCESS):
-        other_seed = seed + 2**20
-        inputs = (*inputs, seeded_output(family, shape, device=device, seed=other_seed, scale=shape.seqlen_k**0.5))
-    if kernel_pass is Pass.BWD_PREPROCESS:
-        inputs = (*inputs, _seeded_lse(shape, device, seed))
-    if kernel_pass in (Pass.BWD_DKDV, Pass.BWD_DQ, Pass.BWD_FUSED):
+    takes = family.kernel_pass.spec.takes
+    made: dict[str, Tensor] = {}
+    if "dq_acc" in takes:
+        made["dq_acc"] = _seeded_dq_acc(problem, device, diagonal, features.left_diagonal, seed, scale)
+    if "out" in takes:
+        made["out"] = seeded_output(family, shape, device=device, seed=seed, scale=scale)
+        made["lse"] = _seeded_lse(shape, device, seed)
+    if "q" in takes:
+        made["q"], made["k"], made["v"] = seeded_inputs(family, shape, device=device, seed=seed, scale=scale)
+    if "do" in takes:
+        made["do"] = seeded_output(family, shape, device=device, seed=seed + 2**20, scale=shape.seqlen_k**0.5)
+    if {"q", "do"} <= set(takes):
         call: dict[str, Any] = {"softmax_scale": softmax_scale, "diagonal": diagonal, "features": features}
-        inputs = (*inputs, *backward_statistics(*inputs, **call))
-    if kernel_pass is Pass.BWD_FUSED:
-        *inputs_before, lse, delta = inputs
-        turns = torch.zeros(turns_size(shape), dtype=torch.int32, device=device)
-        inputs = (*inputs_before, statistics_of(shape, lse, delta), turns)
+        lse, delta = backward_statistics(made["q"], made["k"], made["v"], made["do"], **call)
+        made |= {"lse": lse, "delta": delta, "statistics": statistics_of(shape, lse, delta)}
+        made["turns"] = torch.zeros(turns_size(shape), dtype=torch.int32, device=device)
     return Workload(
         family=family,
         shape=shape,
-        inputs=inputs,
+        inputs=tuple(made[name] for name in takes),
         softmax_scale=softmax_scale,
         diagonal=diagonal,
         features=features,
@@ -158,20 +153,20 @@ def _seeded_in_a_row(
         features=replace(features, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k),
         sequences=sequences,
     )
-    if family.kernel_pass is Pass.FWD:
-        return workload
-    if family.kernel_pass is Pass.BWD_POSTPROCESS:
-        return replace(workload, inputs=(_packed_dq_acc(workload, seed, scale),))
-    do = seeded_output(family, rows, device=device, seed=seed + 2**20, scale=shape.seqlen_k**0.5)
-    if family.kernel_pass is Pass.BWD_PREPROCESS:
-        out = seeded_output(family, rows, device=device, seed=seed, scale=scale)
-        return replace(workload, inputs=(out, do, _seeded_lse(rows, device, seed)))
-    lse, delta = varlen_statistics(q, k, v, do, workload.varlen_call)
-    if family.kernel_pass is not Pass.BWD_FUSED:
-        return replace(workload, inputs=(q, k, v, do, lse, delta))
-    turns = torch.zeros(packed_turns_size(*workload._packed), dtype=torch.int32, device=device)
-    statistics = packed_statistics_of(cu_seqlens_q, lse, delta)
-    return replace(workload, inputs=(q, k, v, do, statistics, turns))
+    takes = family.kernel_pass.spec.takes
+    made = {"q": q, "k": k, "v": v}
+    if "dq_acc" in takes:
+        made["dq_acc"] = _packed_dq_acc(workload, seed, scale)
+    if "out" in takes:
+        made["out"] = seeded_output(family, rows, device=device, seed=seed, scale=scale)
+        made["lse"] = _seeded_lse(rows, device, seed)
+    if "do" in takes:
+        made["do"] = seeded_output(family, rows, device=device, seed=seed + 2**20, scale=shape.seqlen_k**0.5)
+    if {"q", "do"} <= set(takes):
+        lse, delta = varlen_statistics(q, k, v, made["do"], workload.varlen_call)
+        made |= {"lse": lse, "delta": delta, "statistics": packed_statistics_of(cu_seqlens_q, lse, delta)}
+        made["turns"] = torch.zeros(packed_turns_size(*workload._packed), dtype=torch.int32, device=device)
+    return replace(workload, inputs=tuple(made[name] for name in takes))
 
 
 def _packed_dq_acc(workload: Workload, seed: int, scale: float) -> Tensor:

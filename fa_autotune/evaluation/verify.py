@@ -26,7 +26,8 @@ from fa_autotune.evaluation.numerics import blind_rows, expectations_of, expecte
 from fa_autotune.evaluation.probes import Probe
 from fa_autotune.evaluation.seeded import seeded_features
 from fa_autotune.evaluation.workload import Output, Workload, bottom_right_diagonal, statistics_of
-from fa_autotune.problem.family import AttentionFamily, Pass
+from fa_autotune.problem.family import AttentionFamily
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.problem.sequences import Sequences
 from fa_autotune.records import AccuracyReport
@@ -216,7 +217,7 @@ def _samples(workload: Workload) -> Iterator[tuple[int, int, int, int]]:
     shape = workload.shape
     batch_size, num_heads, seqlen, *_ = workload.outputs[0].size
     scores = shape.seqlen_k
-    if workload.family.kernel_pass is Pass.BWD_DKDV:  # a key's gradient takes every row of its group's heads
+    if workload.family.kernel_pass.spec.owns_keys:  # a key's gradient takes every row of its group's heads
         scores = shape.seqlen_q * shape.gqa_group_size
     rows = min(SAMPLED_ROWS, seqlen, max(MIN_SAMPLED_ROWS, MAX_SCORES // scores))
     total = batch_size * num_heads

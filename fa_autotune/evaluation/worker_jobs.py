@@ -22,7 +22,7 @@ from fa_autotune.evaluation.workload import Workload, bottom_right_diagonal
 from fa_autotune.kernels.gpu import live_toolchain
 from fa_autotune.kernels.loaded import LoadedKernel
 from fa_autotune.problem.device import DeviceSpec, Toolchain
-from fa_autotune.problem.family import Pass
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import AccuracyReport, Measurement, Regime, TrialStatus
 from fa_autotune.space.candidate import Candidate

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_autotune.problem.family import KEYLESS_PASSES, AttentionFamily, Pass
+from fa_autotune.problem.family import AttentionFamily
+from fa_autotune.problem.passes import TENSORS, Element, Extent
 from fa_autotune.problem.problem import AttentionProblem, AttentionShape
 from fa_autotune.problem.sequences import Sequences
 from fa_autotune.reference.attention import TORCH_DTYPES
@@ -24,6 +25,8 @@ from fa_autotune.space.workspace import (
     turns_size,
     whole_mask_rows,
 )
+
+_FIXED_DTYPES = {Element.FLOAT32: torch.float32, Element.INT32: torch.int32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +46,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Workload:
-    """A call of a family's kernel. `inputs` are in the order in which the kernel takes them:
-
-    fwd: q, k, v; bwd_delta: out, do; bwd_dkdv and bwd_dq: q, k, v, do, lse, delta;
-    bwd_preprocess: out, do, lse; bwd_fused: q, k, v, do, statistics, turns; bwd_postprocess: dq_acc.
+    """A call of a family's kernel: `inputs` are what its pass takes, in that order.
 
     `sequences` are those of a varlen family, whose tensors are (1, heads, total, head_dim).
     """
@@ -58,6 +58,11 @@ class Workload:
     diagonal: int | None
     features: Features = NO_FEATURES
     sequences: Sequences | None = None
+
+    @property
+    def named_inputs(self) -> dict[str, Tensor]:
+        """The inputs by their names in `passes.TENSORS`."""
+        return dict(zip(self.family.kernel_pass.spec.takes, self.inputs, strict=True))
 
     @property
     def varlen_call(self) -> VarlenCall:
@@ -73,44 +78,38 @@ class Workload:
     @property
     def outputs(self) -> tuple[Output, ...]:
         """What the kernel writes, in the order in which it takes them."""
-        family, shape = self.family, self.shape
-        rows = (shape.batch_size, shape.num_q_heads, shape.seqlen_q)
-        keys = (shape.batch_size, shape.num_kv_heads, shape.seqlen_k)
+        return tuple(map(self._output, self.family.outputs))
+
+    def _output(self, name: str) -> Output:
+        family, element = self.family, TENSORS[name].element
+        return Output(
+            name=name,
+            size=self._size_in_blocks(name) if TENSORS[name].in_blocks else self._size(name),
+            dtype=TORCH_DTYPES[family.dtype] if element is Element.OF_CALL else _FIXED_DTYPES[element],
+            adds_up=name == "dq_acc" and family.unordered,
+            zeroed=name == "d_mask" and (family.bounded_left or family.bounded_right),
+        )
+
+    def _size(self, name: str) -> tuple[int, ...]:
+        shape, sequences, tensor = self.shape, self.sequences, TENSORS[name]
+        batch_size = shape.batch_size if sequences is None else 1
+        if tensor.rows is Extent.KEYS:
+            rows = shape.num_kv_heads, shape.seqlen_k if sequences is None else sequences.total_k
+        else:
+            rows = shape.num_q_heads, shape.seqlen_q if sequences is None else sequences.total_q
+        if tensor.columns == 1:
+            return batch_size, *rows
+        columns = whole_mask_rows(shape.seqlen_k) if name == "d_mask" else getattr(self.family, str(tensor.columns))
+        return batch_size, *rows, columns
+
+    def _size_in_blocks(self, name: str) -> tuple[int, ...]:
         if self.sequences is not None:
-            rows = (1, shape.num_q_heads, self.sequences.total_q)
-            keys = (1, shape.num_kv_heads, self.sequences.total_k)
-        dtype = TORCH_DTYPES[family.dtype]
-        out, dq = (
-            Output(name=name, size=(*rows, dim), dtype=dtype)
-            for name, dim in (("out", family.head_dim_v), ("dq", family.head_dim))
-        )
-        dk, dv = (
-            Output(name=name, size=(*keys, dim), dtype=dtype)
-            for name, dim in (("dk", family.head_dim), ("dv", family.head_dim_v))
-        )
-        match family.kernel_pass:
-            case Pass.FWD:
-                return out, Output(name="lse", size=rows, dtype=torch.float32)
-            case Pass.BWD_DELTA:
-                return (Output(name="delta", size=rows, dtype=torch.float32),)
-            case Pass.BWD_DKDV:
-                return dk, dv
-            case Pass.BWD_DQ if family.mask_gradient:
-                is_partial = family.bounded_left or family.bounded_right
-                whole = (*rows, whole_mask_rows(shape.seqlen_k))
-                return dq, Output(name="d_mask", size=whole, dtype=torch.float32, zeroed=is_partial)
-            case Pass.BWD_DQ | Pass.BWD_POSTPROCESS:
-                return (dq,)
-            case Pass.BWD_PREPROCESS:
-                sizes: tuple[tuple[int, ...], ...] = (statistics_size(shape), turns_size(shape))
-                if self.sequences is not None:
-                    sizes = tuple(size(*self._packed) for size in (packed_statistics_size, packed_turns_size))
-                statistics = Output(name="statistics", size=sizes[0], dtype=torch.float32)
-                return statistics, Output(name="turns", size=sizes[1], dtype=torch.int32)
-            case Pass.BWD_FUSED:
-                packed = self.sequences is not None
-                size = packed_dq_acc_size(family, *self._packed) if packed else dq_acc_size(family, shape)
-                return dk, dv, Output(name="dq_acc", size=size, dtype=torch.float32, adds_up=family.unordered)
+            if name == "dq_acc":
+                return packed_dq_acc_size(self.family, *self._packed)
+            return {"statistics": packed_statistics_size, "turns": packed_turns_size}[name](*self._packed)
+        if name == "dq_acc":
+            return dq_acc_size(self.family, self.shape)
+        return {"statistics": statistics_size, "turns": turns_size}[name](self.shape)
 
     @property
     def _packed(self) -> tuple[int, int, int]:
@@ -139,7 +138,7 @@ class Workload:
     @property
     def lse_and_delta(self) -> tuple[Tensor, Tensor]:
         """What the statistics of a fused backward were made of, (batch, q heads, seqlen_q) or (1, q heads, total_q)."""
-        statistics = self.inputs[4]
+        statistics = self.named_inputs["statistics"]
         if self.sequences is None:
             return lse_and_delta_of(self.shape, statistics)
         assert self.features.cu_seqlens_q is not None
@@ -156,14 +155,14 @@ class Workload:
     @property
     def turns(self) -> Tensor | None:
         """What a fused backward counts in and must leave at 0; None for other passes."""
-        return self.inputs[5] if self.family.kernel_pass is Pass.BWD_FUSED else None
+        return self.named_inputs.get("turns")
 
     def arguments(self, outputs: Sequence[Tensor]) -> tuple[Any, ...]:
         """What the kernel is called with."""
-        if self.family.kernel_pass in KEYLESS_PASSES:
-            return (*self.inputs, *outputs, *self.features.tensors(self.family))
-        tensors, numbers = self.features.tensors(self.family), self.features.numbers(self.family)
-        return (*self.inputs, *outputs, *tensors, self.softmax_scale, self.diagonal, *numbers)
+        tensors = (*self.inputs, *outputs, *self.features.tensors(self.family))
+        if not self.family.kernel_pass.spec.knows_keys:
+            return tensors
+        return (*tensors, self.softmax_scale, self.diagonal, *self.features.numbers(self.family))
 
 
 def bottom_right_diagonal(problem: AttentionProblem) -> int | None:

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from fa_autotune.kernels.gpu import bind_thread, num_sms_of
-from fa_autotune.kernels.loaded import OWNERS, LoadedKernel
+from fa_autotune.kernels.loaded import LoadedKernel
 from fa_autotune.kernels.scratch import scratch_address
 from fa_autotune.kernels.triton_private import FastPath, fast_path, is_descriptor, is_hooked
-from fa_autotune.problem.family import Pass
 
 MAX_REMEMBERED_DESCRIPTORS = 1024  # of one kernel; training comes back to the same few addresses
 _ALIGNED = 16  # bytes, of an address that a descriptor has
@@ -133,13 +132,13 @@ def _count_positions(kernel: LoadedKernel) -> list[tuple[int, int]]:
 
 def _programs_of(kernel: LoadedKernel, counts: Counts, tensors: Sequence[Tensor]) -> int:
     """The programs of a call on packed sequences, 0 where there is nothing to own."""
-    kernel_pass = kernel.candidate.family.kernel_pass
-    total = counts.total_k if kernel_pass in (Pass.BWD_DKDV, Pass.BWD_FUSED) else counts.total_q
+    spec = kernel.candidate.family.kernel_pass.spec
+    total = counts.total_k if spec.owns_keys else counts.total_q
     if total == 0:
         return 0
-    owner = tensors[OWNERS.get(kernel_pass, 0)]
+    owner = tensors[kernel.owner]
     num_sms = (num_sms_of(owner.get_device()),) if kernel.is_persistent else ()
-    num_sequences = 1 if kernel_pass is Pass.BWD_DELTA else counts.num_sequences
+    num_sequences = counts.num_sequences if spec.knows_sequences else 1
     return kernel.grid_of(num_sequences, owner.shape[1], total, *num_sms)[0]
 
 

@@ -19,24 +19,10 @@ from fa_autotune.kernels.modules import candidates_dir, compile_module, load_mod
 from fa_autotune.kernels.render import render
 from fa_autotune.kernels.scratch import SLOT_INTS, prepare_scratch, scratch_of
 from fa_autotune.paths import interpreting
-from fa_autotune.problem.family import Pass
 from fa_autotune.space.candidate import Candidate
 
 MAX_GRID = 2**31 - 1
 MAX_ERROR_CHARACTERS = 1000  # compilers print pages of intermediate code
-
-
-# Which of its tensors has the rows that a kernel's programs own, where it is not the first.
-OWNERS = {Pass.BWD_DKDV: 1, Pass.BWD_FUSED: 1, Pass.BWD_POSTPROCESS: 1}
-# How many tensors come before those of a family's features, in the passes that serve sequences in a row.
-_TENSORS_BEFORE = {
-    Pass.FWD: 5,
-    Pass.BWD_DKDV: 8,
-    Pass.BWD_DQ: 7,
-    Pass.BWD_PREPROCESS: 5,
-    Pass.BWD_FUSED: 9,
-    Pass.BWD_POSTPROCESS: 2,
-}
 
 
 class LoadedKernel:
@@ -49,7 +35,9 @@ class LoadedKernel:
         """
         self.candidate = candidate
         self.module: ModuleType = load_module(module_path)
-        self._owner = OWNERS.get(candidate.family.kernel_pass, 0)
+        tensors = candidate.family.tensors
+        self.owner = tensors.index(candidate.family.kernel_pass.spec.owns)
+        self._starts = tensors.index("cu_seqlens_q") if candidate.family.varlen else None
         self.compiled: Any = None if interpreting() else compile_module(self.module, arch)  # Triton's CompiledKernel
         self.run = interpreted(self.module) if interpreting() else _compiled(self.compiled)
         self.launchers: dict[int, Any] = {}  # of `fast_launch`, by the index of a GPU
@@ -63,24 +51,16 @@ class LoadedKernel:
                 _ = self.compiled.run  # Triton builds the launcher and loads the binary when this is first read
 
     def __call__(self, *values: Any) -> None:
-        """Run the kernel on what its module's `arguments` takes, which is for each pass
+        """Run the kernel on what its module's `arguments` takes: the tensors of the family, then its numbers.
 
-        fwd: q, k, v, out, lse, *tensors, softmax_scale, diagonal, *numbers, and out and lse are written;
-        bwd_delta: out, do, delta, and delta is written;
-        bwd_dkdv: q, k, v, do, lse, delta, dk, dv, *tensors, softmax_scale, diagonal, *numbers, and dk, dv are written;
-        bwd_dq: q, k, v, do, lse, delta, dq, *tensors, softmax_scale, diagonal, *numbers, and dq is written;
-        bwd_preprocess: out, do, lse, statistics, turns, *tensors, and the last two are written;
-        bwd_fused: q, k, v, do, statistics, turns, dk, dv, dq_acc, *tensors, softmax_scale, diagonal, *numbers, and dk,
-        dv and dq_acc are written (an unordered kernel adds to dq_acc), and turns is 0 again;
-        bwd_postprocess: dq_acc, dq, *tensors, softmax_scale, diagonal, *numbers, and dq is written.
-
-        *tensors and *numbers: a family's `feature_tensors`, fp32 (batch, num_q_heads), then its `length_tensors`, int32
-        (sequences + 1), where the batch is that of the sequences and 1 for all else; and its `feature_numbers`. Others
-        are (batch, heads, seqlen, head_dim), none of them empty; lse and delta are contiguous fp32 (batch,
+        Tensors are named by `AttentionFamily.tensors`: inputs, outputs, which are written, and those of features. A
+        fused kernel leaves turns at 0 again, and an unordered one adds to dq_acc. Those of features are fp32 (batch,
+        num_q_heads) and sequences' starts int32 (sequences + 1), where the batch is that of the sequences and 1 for all
+        else. Others are (batch, heads, seqlen, head_dim), none of them empty; lse and delta are contiguous fp32 (batch,
         num_q_heads, seqlen_q), lse in natural log; what the fused backward's kernels hand on has the sizes of
         `space.workspace`. The kernel runs on the tensors' device and its current stream.
         """
-        owner: Tensor = values[self._owner]
+        owner: Tensor = values[self.owner]
         grid = self.grid(*values)
         if owner.is_cuda:
             bind_thread(owner.device.index)
@@ -93,12 +73,9 @@ class LoadedKernel:
 
     def grid(self, *values: Any) -> tuple[int, ...]:
         """The programs of a call with these values; LaunchError if a launch can't take that many."""
-        owner: Tensor = values[self._owner]
+        owner: Tensor = values[self.owner]
         num_sms = (num_sms_of(owner.device.index),) if self.is_persistent else ()
-        batch_size, family = owner.shape[0], self.candidate.family
-        if family.varlen:
-            cu_seqlens: Tensor = values[_TENSORS_BEFORE[family.kernel_pass] + len(family.feature_tensors)]
-            batch_size = cu_seqlens.shape[0] - 1
+        batch_size = owner.shape[0] if self._starts is None else values[self._starts].shape[0] - 1
         return self.grid_of(batch_size, owner.shape[1], owner.shape[2], *num_sms)
 
     def grid_of(self, batch_size: int, num_heads: int, length: int, *num_sms: int) -> tuple[int, ...]:

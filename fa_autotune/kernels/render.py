@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from fa_autotune.errors import TemplateError
 from fa_autotune.paths import templates_dir
-from fa_autotune.problem.family import AttentionFamily, DType, Pass
+from fa_autotune.problem.family import AttentionFamily, DType
+from fa_autotune.problem.passes import TENSORS, Extent, Pass
 from fa_autotune.space.candidate import Candidate, CompileForm
 from fa_autotune.space.config import (
     config_key,
@@ -25,16 +26,6 @@ if TYPE_CHECKING:
     import jinja2
 
 DIGEST_CHARACTERS = 16
-# Tensors that a pass's pointer kernels take strides of, in the order of the kernel's parameters: batch, head, row.
-_STRIDES = {
-    Pass.FWD: {"q": "bhm", "k": "bhn", "v": "bhn", "o": "bhm"},
-    Pass.BWD_DELTA: {"o": "bhm", "do": "bhm"},
-    Pass.BWD_DKDV: {"q": "bhm", "k": "bhn", "v": "bhn", "do": "bhm", "dk": "bhn", "dv": "bhn"},
-    Pass.BWD_DQ: {"q": "bhm", "k": "bhn", "v": "bhn", "do": "bhm", "dq": "bhm"},
-    Pass.BWD_PREPROCESS: {"o": "bhm", "do": "bhm"},
-    Pass.BWD_FUSED: {},
-    Pass.BWD_POSTPROCESS: {"dq": "bhm"},
-}
 _TRITON_DTYPES = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32"}
 
 
@@ -96,7 +87,10 @@ def render(candidate: Candidate) -> KernelSource:
     widest = getattr(config, "HEAD_DIM_PIECE", WIDEST_PIECE)
     tile = fused_tile(family)
     axes_of = {
-        name: (axes[1:] if family.varlen else axes) + last for name, axes in _STRIDES[family.kernel_pass].items()
+        "o" if name == "out" else name: (
+            ("" if family.varlen else "b") + ("hn" if TENSORS[name].rows is Extent.KEYS else "hm") + last
+        )
+        for name in family.kernel_pass.spec.strided
     }
     is_padded = family.kernel_pass is Pass.BWD_FUSED  # to columns that its tile says
     columns = (tile.columns, tile.v_columns) if is_padded else (family.head_dim, family.head_dim_v)

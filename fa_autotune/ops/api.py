@@ -18,7 +18,7 @@ from fa_autotune.ops.arguments import as_extras, as_tf32, call_of
 from fa_autotune.ops.autograd import attend
 from fa_autotune.ops.call import BHSD, BSHD, GENERATED, NO_EXTRAS, PACKED, REFERENCE, UNORDERED, Extras
 from fa_autotune.ops.rows.kinds import rows_of
-from fa_autotune.problem.family import SPLIT_BACKWARD, Pass
+from fa_autotune.problem.passes import SPLIT_BACKWARD, Pass
 from fa_autotune.problem.problem import AttentionProblem
 
 __all__ = ["attention", "attention_varlen", "explain", "flush_misses", "warmup"]

@@ -17,11 +17,9 @@ from fa_autotune.ops.call import UNORDERED, Extras, Saved
 from fa_autotune.ops.call_kernels import CallKernels
 from fa_autotune.ops.memory import access_of
 from fa_autotune.ops.rows.rows import Workspaces
-from fa_autotune.problem.family import Access, Pass
+from fa_autotune.problem.family import Access
+from fa_autotune.problem.passes import Pass
 from fa_autotune.reference.features import sink_gradient
-
-_ROW_NUMBERS = ("lse", "delta")
-_WORKSPACES = ("statistics", "turns", "dq_acc", "d_mask")
 
 
 class Targets(NamedTuple):
@@ -65,24 +63,16 @@ def backward_of(kernels: CallKernels, saved: Saved, d_out: Tensor, into: Targets
 class _Step:
     """One of a backward's kernels; bound by its first launch to how the tensors lie."""
 
-    def __init__(self, kernels: CallKernels, kernel: LoadedKernel, *names: str) -> None:
-        """`names`: what the kernel takes and gives, in its order."""
-        self._kernels, self._kernel, self._names = kernels, kernel, names
+    def __init__(self, kernels: CallKernels, kernel: LoadedKernel) -> None:
+        self._kernels, self._kernel = kernels, kernel
         self._extras = kernel.candidate.family.extra_tensors
         self._launch: Launch | None = None
 
     def __call__(self, counts: Counts | None, extras: Extras, *tensors: Tensor) -> None:
-        launch = self._launch or self._bound(extras, tensors)
-        launch(counts, *tensors, *(getattr(extras, name) for name in self._extras))
-
-    def _bound(self, extras: Extras, tensors: tuple[Tensor, ...]) -> Launch:
-        rows = self._kernels.rows
-        taken = [
-            tensor if name in _WORKSPACES else rows.row_numbers(tensor) if name in _ROW_NUMBERS else rows.view(tensor)
-            for name, tensor in zip(self._names, tensors, strict=True)
-        ]
-        self._launch = launch = self._kernels.bound(self._kernel, taken, extras)
-        return launch
+        """Launch it on what its pass takes and gives."""
+        if self._launch is None:
+            self._launch = self._kernels.bound(self._kernel, tensors, extras)
+        self._launch(counts, *tensors, *(getattr(extras, name) for name in self._extras))
 
 
 class SplitBackward:
@@ -91,16 +81,14 @@ class SplitBackward:
     def __init__(self, kernels: CallKernels, access: Access, saved: Saved, d_out: Tensor, into: Targets) -> None:
         self._kernels = kernels
         view, mask = kernels.rows.view, saved.extras.attn_mask
-        inputs = ("q", "k", "v", "do", "lse", "delta")
         of_rows = kernels.kernel_for(Pass.BWD_DELTA, access_of(view(saved.out), view(d_out)))
-        self._delta = _Step(kernels, of_rows, "out", "do", "delta")
+        self._delta = _Step(kernels, of_rows)
         self._dkdv = self._dq = None
         if into.k is not None:
-            self._dkdv = _Step(kernels, kernels.kernel_for(Pass.BWD_DKDV, access, mask), *inputs, "dk", "dv")
+            self._dkdv = _Step(kernels, kernels.kernel_for(Pass.BWD_DKDV, access, mask))
         if into.q is not None:
-            has_mask = into.d_mask is not None
-            kernel = kernels.kernel_for(Pass.BWD_DQ, access, mask, mask_gradient=has_mask)
-            self._dq = _Step(kernels, kernel, *inputs, "dq", *(["d_mask"] if has_mask else []))
+            mask_gradient = into.d_mask is not None
+            self._dq = _Step(kernels, kernels.kernel_for(Pass.BWD_DQ, access, mask, mask_gradient=mask_gradient))
 
     def __call__(
         self, saved: Saved, d_out: Tensor, d_lse: Tensor | None, into: Targets, *, wants_sinks: bool
@@ -128,9 +116,7 @@ class FusedBackward:
         before = kernels.kernel_for(Pass.BWD_PREPROCESS, access_of(view(saved.out), view(d_out)))
         fused = kernels.kernel_for(Pass.BWD_FUSED, Access.TMA, unordered=unordered)
         after = kernels.kernel_for(Pass.BWD_POSTPROCESS, access_of(view(dq)))
-        self._preprocess = _Step(kernels, before, "out", "do", "lse", "statistics", "turns")
-        self._fused = _Step(kernels, fused, "q", "k", "v", "do", "statistics", "turns", "dk", "dv", "dq_acc")
-        self._postprocess = _Step(kernels, after, "dq_acc", "dq")
+        self._preprocess, self._fused, self._postprocess = (_Step(kernels, kernel) for kernel in (before, fused, after))
         self._workspaces: Workspaces | None = None  # where lengths are a plan's
 
     def __call__(

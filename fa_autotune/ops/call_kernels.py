@@ -19,7 +19,8 @@ from fa_autotune.ops.call import TF32, Call, Extras
 from fa_autotune.ops.memory import Allocate, access_of, allocator, is_loose
 from fa_autotune.ops.rows.rows import Bounds, Rows
 from fa_autotune.ops.torch_private import current_gpu
-from fa_autotune.problem.family import KEYLESS_PASSES, Access, AttentionFamily, DType, Pass
+from fa_autotune.problem.family import Access, AttentionFamily, DType
+from fa_autotune.problem.passes import TENSORS, Element, Pass, TensorSpec
 from fa_autotune.problem.problem import AttentionProblem, AttentionShape
 from fa_autotune.space.estimates import WIDEST_PIECE
 
@@ -98,20 +99,21 @@ class CallKernels:
         return kernel_for(problem, self.home.index)
 
     def bound(self, kernel: LoadedKernel, tensors: Sequence[Tensor], extras: Extras) -> Launch:
-        """A kernel bound to tensors as it takes them, and to the call's extras and numbers."""
-        family = kernel.candidate.family
-        more = [self.rows.extra(name, getattr(extras, name)) for name in family.extra_tensors]
-        numbers: list[float | int | None] = []
-        if family.kernel_pass not in KEYLESS_PASSES:
-            left_diagonal, diagonal = self._bounds
-            values = {
-                "left_diagonal": left_diagonal,
-                "softcap": self.call.softcap,
-                "dropout_p": self.call.dropout_p,
-                "key_offset": self.shape.seqlen_k - self.shape.seqlen_q,
-            }
-            numbers = [self._scale, diagonal, *(values[name] for name in family.feature_numbers)]
-        return bind(kernel, [*tensors, *more], numbers, is_counted=self.rows.is_packed)
+        """A kernel bound to what its pass takes and gives, as a call has it, and to the call's extras and numbers."""
+        family, rows = kernel.candidate.family, self.rows
+        names = (*family.kernel_pass.spec.takes, *family.outputs)
+        taken = [_as_taken(rows, TENSORS[name], tensor) for name, tensor in zip(names, tensors, strict=True)]
+        taken += [rows.extra(name, getattr(extras, name)) for name in family.extra_tensors]
+        left_diagonal, diagonal = self._bounds
+        values = {
+            "softmax_scale": self._scale,
+            "diagonal": diagonal,
+            "left_diagonal": left_diagonal,
+            "softcap": self.call.softcap,
+            "dropout_p": self.call.dropout_p,
+            "key_offset": self.shape.seqlen_k - self.shape.seqlen_q,
+        }
+        return bind(kernel, taken, [values[name] for name in family.numbers], is_counted=rows.is_packed)
 
     def _family(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> AttentionFamily:
         call, view, mask = self.call, self.rows.view, extras.attn_mask
@@ -133,3 +135,10 @@ class CallKernels:
             options |= {kind: True, "loose_mask": is_loose(mask)}
         is_on = (name for name, is_true in options.items() if is_true)
         return _family_of(DTYPES[q.dtype], head_dim, head_dim_v, access_of(view(q), view(k), view(v)), *is_on)
+
+
+def _as_taken(rows: Rows, spec: TensorSpec, tensor: Tensor) -> Tensor:
+    """A tensor as a kernel takes it."""
+    if spec.element is Element.OF_CALL:
+        return rows.view(tensor)
+    return rows.row_numbers(tensor) if spec.columns == 1 else tensor

@@ -17,7 +17,8 @@ from fa_autotune.ops.call import NO_EXTRAS, Call, Extras, Gradients, Into, Neede
 from fa_autotune.ops.call_kernels import CallKernels
 from fa_autotune.ops.memory import Geometry, access_of, contiguous
 from fa_autotune.ops.rows.rows import Results, Rows
-from fa_autotune.problem.family import Access, Pass
+from fa_autotune.problem.family import Access
+from fa_autotune.problem.passes import Pass
 from fa_autotune.reference.features import summed_like
 from fa_autotune.space.estimates import WIDEST_PIECE
 from fa_autotune.space.workspace import whole_mask_rows
@@ -71,9 +72,7 @@ class KernelPlan(CallKernels):
         out, lse = home.allocate(*to_out, home.dtype), home.allocate(*to_lse, torch.float32)
         launch = self._launch
         if launch is None:
-            view = self.rows.view
-            tensors = view(q), view(k), view(v), view(out), self.rows.row_numbers(lse)
-            self._launch = launch = self.bound(self._forward_kernel, tensors, extras)
+            self._launch = launch = self.bound(self._forward_kernel, (q, k, v, out, lse), extras)
         if extras is NO_EXTRAS:
             launch(None, q, k, v, out, lse)
         else:

@@ -2,7 +2,7 @@
 
 import math
 
-from fa_autotune.problem.family import AttentionFamily, Pass
+from fa_autotune.problem.family import AttentionFamily
 from fa_autotune.problem.problem import AttentionProblem, AttentionShape, visible_pairs
 
 ShapeFeatures = tuple[float, float, float, float]  # in doublings, each times what it weighs
@@ -35,7 +35,7 @@ def unrounded_distance(first: ShapeFeatures, second: ShapeFeatures) -> float:
 def shape_features(family: AttentionFamily, shape: AttentionShape, num_sms: int) -> ShapeFeatures:
     """What counts of a shape for the kernels of a family."""
     owned, heads, loops, group = shape.seqlen_q, shape.num_q_heads, 1, shape.num_q_heads // shape.num_kv_heads
-    if family.kernel_pass in (Pass.BWD_DKDV, Pass.BWD_FUSED):
+    if family.kernel_pass.spec.owns_keys:
         owned, heads, loops = shape.seqlen_k, shape.num_kv_heads, group
     loop_length = min(max(loops * visible_pairs(family, shape) / owned, 1.0), 8192.0)
     waves = min(max(shape.batch_size * heads * math.ceil(owned / 64) / num_sms, 0.125), 32.0)

@@ -12,47 +12,14 @@ from functools import lru_cache
 from typing import Any, Self
 
 from fa_autotune.errors import InvalidProblemError
+from fa_autotune.problem.passes import (
+    Pass,
+)
 
 SCHEMA_VERSION = 1
 MIN_HEAD_DIM = 8
 MAX_HEAD_DIM = 512
 MAX_REMEMBERED_FAMILIES = 1024  # of a process; what follows from a family is worked out once
-
-
-class Pass(StrEnum):
-    """One kernel of the attention operator: the forward, and those of the two ways to compute the backward.
-
-    Split: BWD_DELTA gives delta = rowsum(do ∘ out), which the others read; BWD_DKDV gives dk and dv, BWD_DQ gives dq.
-    Fused: BWD_PREPROCESS gives delta and lse as BWD_FUSED reads them, that gives dk, dv and dq in a form of its own,
-    and BWD_POSTPROCESS makes dq of it.
-    """
-
-    FWD = "fwd"
-    BWD_DELTA = "bwd_delta"
-    BWD_DKDV = "bwd_dkdv"
-    BWD_DQ = "bwd_dq"
-    BWD_PREPROCESS = "bwd_preprocess"
-    BWD_FUSED = "bwd_fused"
-    BWD_POSTPROCESS = "bwd_postprocess"
-
-
-SPLIT_BACKWARD = (Pass.BWD_DELTA, Pass.BWD_DKDV, Pass.BWD_DQ)
-FUSED_BACKWARD = (Pass.BWD_PREPROCESS, Pass.BWD_FUSED, Pass.BWD_POSTPROCESS)
-BACKWARD_PASSES = (*SPLIT_BACKWARD, *FUSED_BACKWARD)
-KEYLESS_PASSES = (Pass.BWD_DELTA, Pass.BWD_PREPROCESS)  # know rows of out only: neither keys nor a mask
-
-
-def parse_passes(text: str) -> tuple[Pass, ...]:
-    """The passes of `fwd`, `bwd` (all of the backward) or their own names, separated by commas; each once."""
-    found: list[Pass] = []
-    for word in (part.strip().lower() for part in text.split(",")):
-        if word == "bwd":
-            found += BACKWARD_PASSES
-        elif word in set(Pass):
-            found.append(Pass(word))
-        else:
-            raise InvalidProblemError(f"{word!r} in {text!r} is not one of: fwd, bwd, {', '.join(BACKWARD_PASSES)}")
-    return tuple(dict.fromkeys(found))
 
 
 class DType(StrEnum):
@@ -151,7 +118,7 @@ class AttentionFamily:
                 )
         self._check_mask()
         self._check_varlen()
-        if self.tf32 and (self.dtype is not DType.FLOAT32 or self.kernel_pass in KEYLESS_PASSES):
+        if self.tf32 and (self.dtype is not DType.FLOAT32 or not self.kernel_pass.spec.knows_keys):
             raise InvalidProblemError(
                 f"tf32=True is for float32 products, {self.kernel_pass.value} of {self.dtype.value} has none; leave it "
                 "out"
@@ -178,7 +145,7 @@ class AttentionFamily:
             )
 
     def _check_varlen(self) -> None:
-        if self.varlen and self.kernel_pass is Pass.BWD_DELTA:
+        if self.varlen and not self.kernel_pass.spec.knows_sequences:
             raise InvalidProblemError(
                 f"varlen=True is for passes that know sequences: {self.kernel_pass.value} goes over rows, whatever "
                 "sequence they belong to; leave it out there"
@@ -243,6 +210,21 @@ class AttentionFamily:
         return 1 if self.bool_mask else 4 if self.wide_bias else self.dtype.itemsize
 
     @property
+    def outputs(self) -> tuple[str, ...]:
+        """What the kernel writes, names of `passes.TENSORS`."""
+        return (*self.kernel_pass.spec.gives, *(("d_mask",) if self.mask_gradient else ()))
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Every tensor that the kernel takes, in its order: inputs, outputs, those of features and of sequences."""
+        return (*self.kernel_pass.spec.takes, *self.outputs, *self.feature_tensors, *self.length_tensors)
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """Every number that the kernel takes, in its order, after the tensors."""
+        return ("softmax_scale", "diagonal", *self.feature_numbers) if self.kernel_pass.spec.knows_keys else ()
+
+    @property
     def feature_tensors(self) -> tuple[str, ...]:
         """What the kernel takes after its outputs: fields of `features.Features`, which say their sizes."""
         names = {"alibi_slopes": self.alibi, "sinks": self.sinks, "attn_mask": self.has_mask}
@@ -262,7 +244,7 @@ class AttentionFamily:
     @property
     def feature_numbers(self) -> tuple[str, ...]:
         """What the kernel takes after the diagonal: fields of `features.Features`."""
-        if self.kernel_pass is Pass.BWD_POSTPROCESS:
+        if not self.kernel_pass.spec.knows_scores:
             known = ("left_diagonal",) if self.varlen else ("left_diagonal", "key_offset")
             return known if self.bounded_left else ()
         names = {"left_diagonal": self.bounded_left, "softcap": self.softcap, "dropout_p": self.dropout}
@@ -281,12 +263,12 @@ class AttentionFamily:
 def _family_for_pass(
     family: AttentionFamily, kernel_pass: Pass, unordered: bool, mask_gradient: bool
 ) -> AttentionFamily:
-    if family.kernel_pass in KEYLESS_PASSES and kernel_pass is not family.kernel_pass:
+    if not family.kernel_pass.spec.knows_keys and kernel_pass is not family.kernel_pass:
         raise InvalidProblemError(
             f"{family.label} knows no keys, so it has no {kernel_pass.value} problem; start from the forward's"
         )
-    if kernel_pass not in KEYLESS_PASSES:
-        scoreless: dict[str, Any] = dict.fromkeys(SCORE_WORDS, False) if kernel_pass is Pass.BWD_POSTPROCESS else {}
+    if kernel_pass.spec.knows_keys:
+        scoreless: dict[str, Any] = {} if kernel_pass.spec.knows_scores else dict.fromkeys(SCORE_WORDS, False)
         return replace(
             family,
             kernel_pass=kernel_pass,
@@ -303,7 +285,7 @@ def _family_for_pass(
         head_dim=head_dim_v,
         head_dim_v=head_dim_v,
         bounded_right=False,
-        varlen=family.varlen and kernel_pass is Pass.BWD_PREPROCESS,
+        varlen=family.varlen and kernel_pass.spec.knows_sequences,
         access=strongest_access(family.dtype, head_dim_v, head_dim_v) if is_usual else family.access,
         unordered=unordered,
         mask_gradient=mask_gradient,

@@ -13,7 +13,8 @@ from typing import Any
 
 from fa_autotune.errors import InvalidProblemError
 from fa_autotune.paths import expanded
-from fa_autotune.problem.family import AttentionFamily, DType, Pass, strongest_access
+from fa_autotune.problem.family import AttentionFamily, DType, strongest_access
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem, AttentionShape
 
 DEFAULT_SEQLENS = (1024, 2048, 4096, 8192)

@@ -7,11 +7,9 @@ from typing import Any, Self
 
 from fa_autotune.errors import InvalidProblemError
 from fa_autotune.problem.family import (
-    BACKWARD_PASSES,
     FAMILY_KEYS,
     FAMILY_OPTIONS,
     FEATURE_WORDS,
-    KEYLESS_PASSES,
     MASK_WORDS,
     PASS_WORDS,
     SCHEMA_VERSION,
@@ -20,13 +18,13 @@ from fa_autotune.problem.family import (
     Access,
     AttentionFamily,
     DType,
-    Pass,
     canonical_json,
     family_fields,
     parse_key,
     require_int,
     strongest_access,
 )
+from fa_autotune.problem.passes import BACKWARD_PASSES, TENSORS, Element, Extent, Pass
 
 MAX_EXTENT = 2**31 - 1  # lengths and grid axis 0 are 32-bit in every kernel
 
@@ -229,7 +227,7 @@ class AttentionProblem:
         if family is self.family:
             return self
         shape = self.shape
-        if kernel_pass in KEYLESS_PASSES:
+        if not kernel_pass.spec.knows_keys:
             is_flat = self.family.varlen and not family.varlen  # rows one after another, whatever their sequence
             seqlen_q = min(MAX_EXTENT, shape.batch_size * shape.seqlen_q) if is_flat else shape.seqlen_q
             shape = AttentionShape(
@@ -297,7 +295,7 @@ class AttentionProblem:
         pairs = self.visible_pairs
         if family.mask_word == "causal" and not shape.window_right and shape.seqlen_q == shape.seqlen_k:
             pairs = shape.seqlen_q * shape.seqlen_k // 2
-        qk_products, v_products = _PRODUCTS[family.kernel_pass]
+        qk_products, v_products = family.kernel_pass.spec.products
         columns = qk_products * family.head_dim + v_products * family.head_dim_v
         return 2 * pairs * columns * shape.batch_size * shape.num_q_heads
 
@@ -307,29 +305,24 @@ class AttentionProblem:
 
     @property
     def io_bytes(self) -> int:
-        """Bytes of every tensor that the kernel reads or writes, each counted once."""
+        """Bytes of every tensor that the kernel reads or writes, each counted once; of a mask, those of one head."""
         shape, family = self.shape, self.family
-        q_rows = shape.batch_size * shape.num_q_heads * shape.seqlen_q
-        k_rows = shape.batch_size * shape.num_kv_heads * shape.seqlen_k
-        dims = family.head_dim + family.head_dim_v
-        elements, statistics = {
-            Pass.FWD: ((q_rows + k_rows) * dims, 1),
-            Pass.BWD_DELTA: (2 * q_rows * family.head_dim_v, 1),
-            Pass.BWD_DKDV: ((q_rows + 2 * k_rows) * dims, 2),
-            Pass.BWD_DQ: ((q_rows + k_rows) * dims + q_rows * family.head_dim, 2),
-            Pass.BWD_PREPROCESS: (2 * q_rows * family.head_dim_v, 3),
-            Pass.BWD_FUSED: ((q_rows + 2 * k_rows) * dims, 2 + family.head_dim),
-            Pass.BWD_POSTPROCESS: (q_rows * family.head_dim, family.head_dim),
-        }[family.kernel_pass]
-        return elements * family.dtype.itemsize + 4 * statistics * q_rows + self._mask_bytes
-
-    @property
-    def _mask_bytes(self) -> int:
-        """Bytes of the mask where every (batch, head) shares it, and of its gradient before that is summed."""
-        shape, family = self.shape, self.family
-        pairs = shape.seqlen_q * shape.seqlen_k
-        gradient = 4 * pairs * shape.batch_size * shape.num_q_heads if family.mask_gradient else 0
-        return gradient + (pairs * family.mask_itemsize if family.has_mask else 0)
+        rows = {
+            Extent.QUERIES: shape.batch_size * shape.num_q_heads * shape.seqlen_q,
+            Extent.KEYS: shape.batch_size * shape.num_kv_heads * shape.seqlen_k,
+        }
+        columns = {
+            Extent.HEAD_DIM: family.head_dim,
+            Extent.HEAD_DIM_V: family.head_dim_v,
+            Extent.KEYS: shape.seqlen_k,
+        }
+        found = shape.seqlen_q * shape.seqlen_k * family.mask_itemsize if family.has_mask else 0  # one for all heads
+        for name in (*family.kernel_pass.spec.takes, *family.outputs):
+            tensor = TENSORS[name]
+            width = tensor.columns if isinstance(tensor.columns, int) else columns[tensor.columns]
+            itemsize = family.dtype.itemsize if tensor.element is Element.OF_CALL else 4
+            found += rows[tensor.rows] * width * itemsize
+        return found
 
 
 def visible_pairs(family: AttentionFamily, shape: AttentionShape) -> int:
@@ -376,16 +369,6 @@ def _pairs_up_to(diagonal: int, seqlen_q: int, seqlen_k: int) -> int:
     return growing + seqlen_k * max(0, last - max(seqlen_k, first - 1))
 
 
-# Matrix products per pair of query and key: how many of head_dim columns, how many of head_dim_v.
-_PRODUCTS = {
-    Pass.FWD: (1, 1),
-    Pass.BWD_DELTA: (0, 0),
-    Pass.BWD_DKDV: (2, 2),
-    Pass.BWD_DQ: (2, 1),
-    Pass.BWD_PREPROCESS: (0, 0),
-    Pass.BWD_FUSED: (3, 2),
-    Pass.BWD_POSTPROCESS: (0, 0),
-}
 _ROUNDED = ("batch_size", "seqlen_q", "seqlen_k")
 _SHAPE_KEYS = ("batch_size", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_k")
 _LEAST = {**dict.fromkeys(_SHAPE_KEYS, 1), **dict.fromkeys(SHAPE_OPTIONS, 0)}

@@ -4,7 +4,8 @@ Estimates are lower bounds, so that what they rule out can't work; the compiled 
 """
 
 from fa_autotune.problem.device import DeviceSpec
-from fa_autotune.problem.family import AttentionFamily, DType, Pass
+from fa_autotune.problem.family import AttentionFamily, DType
+from fa_autotune.problem.passes import Pass
 from fa_autotune.space.config import (
     ROWS_PER_WARPGROUP,
     BackwardConfig,
@@ -82,7 +83,7 @@ def canonical_piece(family: AttentionFamily, widest: int) -> int:
 
 def owned_and_streamed(family: AttentionFamily, config: TiledConfig) -> tuple[int, int]:
     """Rows of the tiles that a program keeps, and of those that its loop brings in: queries and keys or the reverse."""
-    if family.kernel_pass is Pass.BWD_DKDV:
+    if family.kernel_pass.spec.owns_keys:
         return config.BLOCK_N, config.BLOCK_M
     return config.BLOCK_M, config.BLOCK_N
 

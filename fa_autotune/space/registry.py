@@ -11,7 +11,8 @@ from typing import Any
 
 from fa_autotune.errors import UnsupportedError
 from fa_autotune.problem.device import DeviceSpec
-from fa_autotune.problem.family import Access, AttentionFamily, Pass
+from fa_autotune.problem.family import Access, AttentionFamily
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem, AttentionShape
 from fa_autotune.space.candidate import Candidate, CompileForm, Variant
 from fa_autotune.space.config import (

@@ -5,7 +5,8 @@ from dataclasses import replace
 from itertools import product
 
 from fa_autotune.problem.device import DeviceSpec
-from fa_autotune.problem.family import Access, AttentionFamily, Pass
+from fa_autotune.problem.family import Access, AttentionFamily
+from fa_autotune.problem.passes import Pass
 from fa_autotune.space.candidate import Variant
 from fa_autotune.space.config import (
     BwdDeltaConfig,

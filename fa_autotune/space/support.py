@@ -1,7 +1,8 @@
 """Which families a variant serves, on which GPU and with which Triton: the reason why it can't, or None."""
 
 from fa_autotune.problem.device import INTERPRETER_ARCH
-from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass
+from fa_autotune.problem.family import Access, AttentionFamily, DType
+from fa_autotune.problem.passes import Pass
 from fa_autotune.space.estimates import WIDEST_BUSY, WIDEST_PIECE, copies_mask, multiplies_by_warp
 from fa_autotune.space.tiles import is_wide_head
 from fa_autotune.space.workspace import NARROW_HEAD_DIM, PART_ROWS, WIDEST_SHARED, fused_tile, is_wide

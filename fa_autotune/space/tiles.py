@@ -4,7 +4,8 @@ with is as much as what it gives."""
 from collections.abc import Iterator
 from itertools import product
 
-from fa_autotune.problem.family import Access, AttentionFamily, Pass
+from fa_autotune.problem.family import Access, AttentionFamily
+from fa_autotune.problem.passes import Pass
 from fa_autotune.space.estimates import WIDEST_PIECE, multiplies_by_fma, multiplies_by_warp, padded_head_dim
 
 Tile = tuple[int, int, int, int]  # rows that a program owns, rows that its loop brings in, num_warps, num_stages

@@ -19,7 +19,7 @@ from fa_autotune.cli.doctor import Machine, Verdict, examine, show
 from fa_autotune.dispatch.winners import Snapshot, Source, WinnerRow
 from fa_autotune.kernels.render import render
 from fa_autotune.problem.device import KNOWN_DEVICES
-from fa_autotune.problem.family import Pass
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import Regime
 from fa_autotune.space.candidate import Candidate, Variant

@@ -15,7 +15,7 @@ from fa_autotune.dispatch.winners import Source
 from fa_autotune.errors import FaAutotuneError, NoKernelError
 from fa_autotune.kernels.render import render
 from fa_autotune.problem.device import KNOWN_DEVICES, DeviceSpec
-from fa_autotune.problem.family import BACKWARD_PASSES, FUSED_BACKWARD, SPLIT_BACKWARD, Pass
+from fa_autotune.problem.passes import BACKWARD_PASSES, FUSED_BACKWARD, SPLIT_BACKWARD, Pass
 from kit.winners import (
     A100,
     H200,

@@ -18,7 +18,7 @@ from fa_autotune.database.rows import MAX_ERROR
 from fa_autotune.database.schema import SCHEMA_VERSION
 from fa_autotune.errors import DatabaseError, InvalidProblemError
 from fa_autotune.problem.device import KNOWN_DEVICES
-from fa_autotune.problem.family import Pass
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import AccuracyReport, Measurement, Regime, ResourceReport, Role, TrialRecord, TrialStatus
 from fa_autotune.space.candidate import Candidate, CompileForm, Variant

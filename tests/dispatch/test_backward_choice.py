@@ -9,7 +9,7 @@ from fa_autotune.dispatch import loaded_kernels as live_kernels
 from fa_autotune.dispatch.dispatcher import BackwardWay
 from fa_autotune.ops import api as ops
 from fa_autotune.problem.device import INTERPRETER, DeviceSpec
-from fa_autotune.problem.family import BACKWARD_PASSES, FUSED_BACKWARD, KEYLESS_PASSES, SPLIT_BACKWARD, Pass
+from fa_autotune.problem.passes import BACKWARD_PASSES, FUSED_BACKWARD, KEYLESS_PASSES, SPLIT_BACKWARD, Pass
 from fa_autotune.problem.problem import AttentionProblem
 from kit.winners import A100, H200, all_winners, dispatcher, plain_config, winner, winners_of
 

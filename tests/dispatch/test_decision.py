@@ -10,7 +10,8 @@ from fa_autotune.dispatch.winners import Snapshot, Source
 from fa_autotune.errors import NoKernelError, TemplateError, UnsupportedError
 from fa_autotune.problem.device import INTERPRETER, KNOWN_DEVICES, DeviceSpec
 from fa_autotune.problem.distance import shape_distance
-from fa_autotune.problem.family import SPLIT_BACKWARD, Access, Pass
+from fa_autotune.problem.family import Access
+from fa_autotune.problem.passes import SPLIT_BACKWARD, Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import Regime
 from fa_autotune.space.candidate import Candidate, Variant

@@ -17,7 +17,7 @@ from fa_autotune.dispatch import winners as snapshot_module
 from fa_autotune.dispatch.dispatcher import Dispatcher
 from fa_autotune.dispatch.winners import Snapshot, Source, load_snapshot
 from fa_autotune.problem.device import KNOWN_DEVICES, Toolchain
-from fa_autotune.problem.family import BACKWARD_PASSES, Pass
+from fa_autotune.problem.passes import BACKWARD_PASSES, Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import AccuracyReport, Measurement, Regime, ResourceReport, Role, TrialRecord, TrialStatus
 from fa_autotune.space.candidate import Candidate, CompileForm, Variant

@@ -11,7 +11,8 @@ from fa_autotune.evaluation.probes import probes
 from fa_autotune.evaluation.seeded import seeded_workload
 from fa_autotune.evaluation.verify import SAMPLED_ROWS, Kernel, verify, verify_sampled
 from fa_autotune.evaluation.workload import bottom_right_diagonal
-from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass
+from fa_autotune.problem.family import Access, AttentionFamily, DType
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem, AttentionShape
 from fa_autotune.records import AccuracyReport
 from fa_autotune.reference.attention import gradients_from_statistics

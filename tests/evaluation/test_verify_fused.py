@@ -11,7 +11,8 @@ from fa_autotune.evaluation.probes import Probe, probes
 from fa_autotune.evaluation.seeded import seeded_workload
 from fa_autotune.evaluation.verify import UNORDERED_RUNS, Kernel, verify, verify_sampled
 from fa_autotune.evaluation.workload import acc_of_dq, dq_of_acc, lse_and_delta_of, statistics_of
-from fa_autotune.problem.family import AttentionFamily, Pass
+from fa_autotune.problem.family import AttentionFamily
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import AccuracyReport
 from fa_autotune.reference.attention import gradients_from_statistics

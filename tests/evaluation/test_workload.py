@@ -12,7 +12,8 @@ from fa_autotune.evaluation.workload import (
     lse_and_delta_of,
     statistics_of,
 )
-from fa_autotune.problem.family import Access, Pass
+from fa_autotune.problem.family import Access
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.reference.attention import attention_reference, gradients_from_statistics
 from fa_autotune.space.workspace import dq_acc_size

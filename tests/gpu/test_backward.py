@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fa_autotune import attention, flash_attn_func, flash_attn_qkvpacked_func, warmup
 from fa_autotune.errors import LaunchError
-from fa_autotune.problem.family import Pass
+from fa_autotune.problem.passes import Pass
 from fa_autotune.reference.attention import attention_gradients, backward_statistics, gradients_from_statistics
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,8 @@ from fa_autotune.evaluation.verify import verify
 from fa_autotune.kernels.gpu import live_device, live_toolchain
 from fa_autotune.kernels.loaded import load_kernel
 from fa_autotune.problem.device import parse_triton_version
-from fa_autotune.problem.family import Access, DType, Pass
+from fa_autotune.problem.family import Access, DType
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.reference.dropout import draw_seed, dropout_mask, scale_of
 from fa_autotune.space.candidate import Candidate

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fa_autotune.kernels.gpu import live_device
 from fa_autotune.kernels.loaded import LoadedKernel, load_kernel
-from fa_autotune.problem.family import AttentionFamily, DType, Pass
+from fa_autotune.problem.family import AttentionFamily, DType
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionShape
 from fa_autotune.reference.attention import attention_gradients, attention_reference
 from fa_autotune.space.candidate import Candidate, Variant

@@ -19,7 +19,7 @@ from fa_autotune.evaluation.seeded import seeded_workload
 from fa_autotune.evaluation.verify import same_bits, verify
 from fa_autotune.kernels.gpu import live_device
 from fa_autotune.kernels.loaded import LoadedKernel, load_kernel
-from fa_autotune.problem.family import FUSED_BACKWARD, Pass
+from fa_autotune.problem.passes import FUSED_BACKWARD, Pass
 from fa_autotune.problem.problem import AttentionProblem, AttentionShape
 from fa_autotune.problem.sequences import Sequences
 from fa_autotune.space.candidate import Candidate

@@ -17,7 +17,7 @@ from fa_autotune.evaluation.workload import Workload, bottom_right_diagonal
 from fa_autotune.kernels.fast_launch import bind
 from fa_autotune.kernels.gpu import live_device
 from fa_autotune.kernels.loaded import LoadedKernel, load_kernel
-from fa_autotune.problem.family import Pass
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.config import Schedule

@@ -27,7 +27,8 @@ from fa_autotune.kernels.gpu import live_device, live_toolchain
 from fa_autotune.kernels.loaded import LoadedKernel, load_kernel
 from fa_autotune.kernels.render import render
 from fa_autotune.ops import plans as calls
-from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass
+from fa_autotune.problem.family import Access, AttentionFamily, DType
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem, AttentionShape
 from fa_autotune.reference.attention import attention_reference
 from fa_autotune.space.candidate import Candidate, Variant

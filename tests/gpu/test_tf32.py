@@ -12,7 +12,8 @@ from fa_autotune.evaluation.verify import verify
 from fa_autotune.kernels.gpu import live_device, live_toolchain
 from fa_autotune.kernels.loaded import load_kernel
 from fa_autotune.problem.device import parse_triton_version
-from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass
+from fa_autotune.problem.family import Access, AttentionFamily, DType
+from fa_autotune.problem.passes import Pass
 from fa_autotune.reference.attention import (
     attention_gradients,
     attention_reference,

@@ -16,7 +16,8 @@ from fa_autotune.kernels.gpu import live_device, live_toolchain
 from fa_autotune.kernels.loaded import load_kernel
 from fa_autotune.ops import varlen_calls
 from fa_autotune.problem.device import parse_triton_version
-from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass, strongest_access
+from fa_autotune.problem.family import Access, AttentionFamily, DType, strongest_access
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.config import Schedule

@@ -7,15 +7,8 @@ import triton
 
 from fa_autotune.kernels.compiler import CompileResult
 from fa_autotune.problem.device import KNOWN_DEVICES
-from fa_autotune.problem.family import (
-    BACKWARD_PASSES,
-    KEYLESS_PASSES,
-    SPLIT_BACKWARD,
-    Access,
-    AttentionFamily,
-    DType,
-    Pass,
-)
+from fa_autotune.problem.family import Access, AttentionFamily, DType
+from fa_autotune.problem.passes import BACKWARD_PASSES, KEYLESS_PASSES, SPLIT_BACKWARD, Pass
 from fa_autotune.records import TrialStatus
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import supported_variants, variant_spec

@@ -15,7 +15,8 @@ from fa_autotune.evaluation.workload import Workload
 from fa_autotune.kernels.loaded import LoadedKernel, load_kernel
 from fa_autotune.paths import interpreting
 from fa_autotune.problem.device import INTERPRETER
-from fa_autotune.problem.family import SPLIT_BACKWARD, Access, AttentionFamily, DType, Pass, strongest_access
+from fa_autotune.problem.family import Access, AttentionFamily, DType, strongest_access
+from fa_autotune.problem.passes import SPLIT_BACKWARD, Pass
 from fa_autotune.problem.problem import AttentionProblem, AttentionShape
 from fa_autotune.reference.attention import attention_gradients, attention_reference
 from fa_autotune.space.candidate import Candidate, Variant

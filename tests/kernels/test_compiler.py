@@ -14,7 +14,8 @@ from fa_autotune.kernels.modules import write_module
 from fa_autotune.kernels.render import render
 from fa_autotune.paths import cache_dir
 from fa_autotune.problem.device import INTERPRETER_ARCH
-from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass
+from fa_autotune.problem.family import Access, AttentionFamily, DType
+from fa_autotune.problem.passes import Pass
 from fa_autotune.records import TrialStatus
 from fa_autotune.space.candidate import Candidate, CompileForm, Variant
 from fa_autotune.space.config import PortableFwdConfig, TmaFwdConfig

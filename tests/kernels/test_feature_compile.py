@@ -10,7 +10,8 @@ from fa_autotune.kernels.gates import CompileRequest
 from fa_autotune.kernels.modules import write_module
 from fa_autotune.kernels.render import render
 from fa_autotune.problem.device import KNOWN_DEVICES
-from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass
+from fa_autotune.problem.family import Access, AttentionFamily, DType
+from fa_autotune.problem.passes import Pass
 from fa_autotune.records import TrialStatus
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import compile_form, supported_variants, variant_spec

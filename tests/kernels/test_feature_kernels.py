@@ -10,7 +10,8 @@ from fa_autotune.evaluation.verify import verify
 from fa_autotune.kernels.loaded import LoadedKernel, load_kernel
 from fa_autotune.paths import interpreting
 from fa_autotune.problem.device import INTERPRETER
-from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass
+from fa_autotune.problem.family import Access, AttentionFamily, DType
+from fa_autotune.problem.passes import Pass
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import variant_spec
 from kit.combinations import one_in

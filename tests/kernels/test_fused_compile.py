@@ -11,7 +11,8 @@ from fa_autotune.kernels.gates import GATES, CompileRequest
 from fa_autotune.kernels.modules import write_module
 from fa_autotune.kernels.render import render
 from fa_autotune.problem.device import KNOWN_DEVICES
-from fa_autotune.problem.family import AttentionFamily, DType, Pass
+from fa_autotune.problem.family import AttentionFamily, DType
+from fa_autotune.problem.passes import Pass
 from fa_autotune.records import TrialStatus
 from fa_autotune.space.candidate import Candidate, CompileForm, Variant
 from fa_autotune.space.estimates import BARRIER_BYTES, WIDE_BARRIER_BYTES, fused_smem_bytes

@@ -12,7 +12,7 @@ from fa_autotune.evaluation.probes import Probe
 from fa_autotune.evaluation.verify import verify
 from fa_autotune.kernels.modules import load_module, write_module
 from fa_autotune.kernels.render import render
-from fa_autotune.problem.family import Pass
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import KnobValue, variant_spec

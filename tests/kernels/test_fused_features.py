@@ -31,7 +31,7 @@ from fa_autotune.ops import backward as backward_plan
 from fa_autotune.ops.backward import BackwardCall, bind_backward
 from fa_autotune.paths import interpreting
 from fa_autotune.problem.device import INTERPRETER, KNOWN_DEVICES
-from fa_autotune.problem.family import Pass
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.reference.features import Features
 from fa_autotune.space.candidate import Candidate, Variant

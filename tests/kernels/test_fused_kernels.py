@@ -20,7 +20,8 @@ from fa_autotune.kernels.modules import candidates_dir, load_module, write_modul
 from fa_autotune.kernels.render import render
 from fa_autotune.paths import interpreting
 from fa_autotune.problem.device import INTERPRETER
-from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass, strongest_access
+from fa_autotune.problem.family import Access, AttentionFamily, DType, strongest_access
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionShape
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import variant_spec

@@ -14,7 +14,7 @@ from fa_autotune.evaluation.verify import verify
 from fa_autotune.kernels.modules import load_module, write_module
 from fa_autotune.kernels.render import render
 from fa_autotune.ops.backward import BackwardCall, FusedBackward
-from fa_autotune.problem.family import Pass
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.reference.dropout import kept_of, threshold_of
 from fa_autotune.reference.features import Features

@@ -17,7 +17,7 @@ from fa_autotune.evaluation.workload import Workload
 from fa_autotune.kernels.loaded import LoadedKernel, load_kernel
 from fa_autotune.paths import interpreting
 from fa_autotune.problem.device import INTERPRETER, KNOWN_DEVICES
-from fa_autotune.problem.family import FUSED_BACKWARD, Pass
+from fa_autotune.problem.passes import FUSED_BACKWARD, Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.problem.sequences import Sequences
 from fa_autotune.reference.packed import packed_lse_and_delta, packed_statistics_of, padded_places

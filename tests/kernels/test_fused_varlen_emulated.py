@@ -11,7 +11,8 @@ from fa_autotune.evaluation.seeded import seeded_workload
 from fa_autotune.evaluation.verify import verify
 from fa_autotune.kernels.modules import load_module, write_module
 from fa_autotune.kernels.render import render
-from fa_autotune.problem.family import AttentionFamily, Pass
+from fa_autotune.problem.family import AttentionFamily
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.problem.sequences import Sequences
 from fa_autotune.space.candidate import Candidate, Variant

@@ -16,7 +16,8 @@ from fa_autotune.kernels.gates import GATES, CompiledText, CompileRequest
 from fa_autotune.kernels.modules import write_module
 from fa_autotune.kernels.render import render
 from fa_autotune.problem.device import KNOWN_DEVICES
-from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass
+from fa_autotune.problem.family import Access, AttentionFamily, DType
+from fa_autotune.problem.passes import Pass
 from fa_autotune.records import TrialStatus
 from fa_autotune.space.candidate import Candidate, CompileForm, Variant
 from fa_autotune.space.config import HopperWsFwdConfig, Schedule

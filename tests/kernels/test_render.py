@@ -20,7 +20,8 @@ from fa_autotune.kernels import render as render_module
 from fa_autotune.kernels.render import KernelSource, pieces, render
 from fa_autotune.paths import templates_dir
 from fa_autotune.problem.device import KNOWN_DEVICES
-from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass, strongest_access
+from fa_autotune.problem.family import Access, AttentionFamily, DType, strongest_access
+from fa_autotune.problem.passes import Pass
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.config import BwdDeltaConfig, Schedule, TmaFwdConfig
 from fa_autotune.space.estimates import head_dim_pieces

@@ -8,7 +8,8 @@ import triton
 
 from fa_autotune.kernels.compiler import CompileResult
 from fa_autotune.problem.device import KNOWN_DEVICES
-from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass
+from fa_autotune.problem.family import Access, AttentionFamily, DType
+from fa_autotune.problem.passes import Pass
 from fa_autotune.records import TrialStatus
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import VARIANTS, VariantSpec, supported_variants, variant_spec

@@ -16,7 +16,8 @@ from fa_autotune.kernels.compiler import CompileResult
 from fa_autotune.kernels.loaded import LoadedKernel, load_kernel
 from fa_autotune.kernels.render import render
 from fa_autotune.problem.device import INTERPRETER, KNOWN_DEVICES, DeviceSpec
-from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass
+from fa_autotune.problem.family import Access, AttentionFamily, DType
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import TrialStatus
 from fa_autotune.reference.attention import cut_to_tf32

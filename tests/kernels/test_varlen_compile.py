@@ -6,7 +6,8 @@ import pytest
 
 from fa_autotune.kernels.compiler import CompileResult
 from fa_autotune.problem.device import KNOWN_DEVICES
-from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass, strongest_access
+from fa_autotune.problem.family import Access, AttentionFamily, DType, strongest_access
+from fa_autotune.problem.passes import Pass
 from fa_autotune.records import TrialStatus
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import variant_spec

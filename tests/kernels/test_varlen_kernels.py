@@ -16,7 +16,8 @@ from fa_autotune.kernels.loaded import LoadedKernel, load_kernel
 from fa_autotune.kernels.render import render
 from fa_autotune.paths import interpreting
 from fa_autotune.problem.device import INTERPRETER, KNOWN_DEVICES
-from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass, strongest_access
+from fa_autotune.problem.family import Access, AttentionFamily, DType, strongest_access
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem, AttentionShape
 from fa_autotune.problem.sequences import Sequences
 from fa_autotune.space.candidate import Candidate, Variant

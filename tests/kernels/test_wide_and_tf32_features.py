@@ -15,7 +15,8 @@ from fa_autotune.kernels.loaded import LoadedKernel, load_kernel
 from fa_autotune.kernels.render import render
 from fa_autotune.ops import kernel_plan
 from fa_autotune.problem.device import INTERPRETER, KNOWN_DEVICES
-from fa_autotune.problem.family import AttentionFamily, DType, Pass, strongest_access
+from fa_autotune.problem.family import AttentionFamily, DType, strongest_access
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.reference.attention import cut_to_tf32
 from fa_autotune.space.candidate import Candidate, Variant

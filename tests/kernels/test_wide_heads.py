@@ -21,7 +21,8 @@ from fa_autotune.kernels.loaded import load_kernel
 from fa_autotune.kernels.render import part_pieces, render
 from fa_autotune.ops import kernel_plan
 from fa_autotune.problem.device import INTERPRETER, KNOWN_DEVICES, DeviceSpec
-from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass, strongest_access
+from fa_autotune.problem.family import Access, AttentionFamily, DType, strongest_access
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import TrialStatus
 from fa_autotune.space.candidate import Candidate, Variant

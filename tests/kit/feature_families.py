@@ -1,6 +1,7 @@
 """Families with features: which are tested, by name, wherever kernels are compiled or run."""
 
-from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass, strongest_access
+from fa_autotune.problem.family import Access, AttentionFamily, DType, strongest_access
+from fa_autotune.problem.passes import Pass
 
 TILED = (Pass.FWD, Pass.BWD_DKDV, Pass.BWD_DQ)
 FEATURES: dict[str, dict[str, bool]] = {

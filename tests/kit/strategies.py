@@ -5,17 +5,8 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from fa_autotune.problem.device import KNOWN_DEVICES, DeviceSpec
-from fa_autotune.problem.family import (
-    FUSED_BACKWARD,
-    KEYLESS_PASSES,
-    MAX_HEAD_DIM,
-    MIN_HEAD_DIM,
-    Access,
-    AttentionFamily,
-    DType,
-    Pass,
-    strongest_access,
-)
+from fa_autotune.problem.family import MAX_HEAD_DIM, MIN_HEAD_DIM, Access, AttentionFamily, DType, strongest_access
+from fa_autotune.problem.passes import FUSED_BACKWARD, KEYLESS_PASSES, Pass
 from fa_autotune.problem.problem import AttentionProblem, AttentionShape
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import VARIANTS, VariantSpec

@@ -8,7 +8,7 @@ from fa_autotune.dispatch.decision import Decision, decide
 from fa_autotune.dispatch.dispatcher import ZEROS_PER_POSTPROCESSING, Dispatcher
 from fa_autotune.dispatch.winners import Snapshot, Source, WinnerRow
 from fa_autotune.problem.device import KNOWN_DEVICES, DeviceSpec
-from fa_autotune.problem.family import SPLIT_BACKWARD, Pass
+from fa_autotune.problem.passes import SPLIT_BACKWARD, Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import Regime
 from fa_autotune.space.candidate import Candidate, Variant

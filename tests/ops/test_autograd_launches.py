@@ -19,7 +19,7 @@ from fa_autotune.ops import arguments as tensors
 from fa_autotune.ops import backward as backward_plan
 from fa_autotune.ops import kernel_plan
 from fa_autotune.ops import plans as calls
-from fa_autotune.problem.family import SPLIT_BACKWARD, Pass
+from fa_autotune.problem.passes import SPLIT_BACKWARD, Pass
 from fa_autotune.space.candidate import Candidate
 from kit.attention_calls import (
     FLOAT32,

@@ -17,7 +17,8 @@ from fa_autotune.kernels.fast_launch import Launch
 from fa_autotune.ops import backward as backward_plan
 from fa_autotune.ops.backward import BackwardCall, FusedBackward, SplitBackward, bind_backward
 from fa_autotune.ops.memory import access_of, contiguous
-from fa_autotune.problem.family import FUSED_BACKWARD, SPLIT_BACKWARD, Access, AttentionFamily, Pass
+from fa_autotune.problem.family import Access, AttentionFamily
+from fa_autotune.problem.passes import FUSED_BACKWARD, SPLIT_BACKWARD, Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.reference.attention import TORCH_DTYPES, attention_reference, gradients_from_statistics
 from fa_autotune.space.workspace import fused_tile

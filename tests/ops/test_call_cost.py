@@ -14,7 +14,8 @@ from fa_autotune.kernels import loaded as launch
 from fa_autotune.ops import backward as backward_plan
 from fa_autotune.ops import kernel_plan
 from fa_autotune.ops import plans as calls
-from fa_autotune.problem.family import SPLIT_BACKWARD, Access, Pass
+from fa_autotune.problem.family import Access
+from fa_autotune.problem.passes import SPLIT_BACKWARD, Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.space.candidate import Candidate
 from kit.attention_calls import (

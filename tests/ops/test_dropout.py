@@ -21,7 +21,8 @@ from fa_autotune import (
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
 from fa_autotune.ops.arguments import FULL, GENERATED, OPEN
 from fa_autotune.ops.memory import BSHD
-from fa_autotune.problem.family import Access, Pass
+from fa_autotune.problem.family import Access
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.reference.dropout import STEPS, draw_seed, dropout_mask, scale_of
 from fa_autotune.space.candidate import Candidate, Variant

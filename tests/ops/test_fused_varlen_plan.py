@@ -18,7 +18,7 @@ from fa_autotune.kernels.render import render
 from fa_autotune.ops import varlen_calls, varlen_plan
 from fa_autotune.paths import interpreting
 from fa_autotune.problem.device import INTERPRETER
-from fa_autotune.problem.family import FUSED_BACKWARD, Pass
+from fa_autotune.problem.passes import FUSED_BACKWARD, Pass
 from fa_autotune.problem.problem import AttentionProblem
 from kit.attention_calls import requiring
 from kit.gluon_emulator import Emulator

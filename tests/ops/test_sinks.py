@@ -14,7 +14,7 @@ from fa_autotune import attention
 from fa_autotune.errors import InvalidProblemError
 from fa_autotune.ops.arguments import FULL, GENERATED
 from fa_autotune.ops.memory import BSHD
-from fa_autotune.problem.family import SPLIT_BACKWARD, Pass
+from fa_autotune.problem.passes import SPLIT_BACKWARD, Pass
 from fa_autotune.space.candidate import Candidate
 from kit.attention_calls import (
     BFLOAT16,

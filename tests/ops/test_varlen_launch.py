@@ -14,7 +14,8 @@ from fa_autotune.kernels import fast_launch as bound_launch
 from fa_autotune.kernels.fast_launch import Counts, bind_varlen
 from fa_autotune.kernels.loaded import LoadedKernel, load_kernel
 from fa_autotune.problem.device import INTERPRETER
-from fa_autotune.problem.family import AttentionFamily, DType, Pass
+from fa_autotune.problem.family import AttentionFamily, DType
+from fa_autotune.problem.passes import Pass
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import variant_spec
 from fa_autotune.space.seeds import default_config

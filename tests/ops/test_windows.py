@@ -16,7 +16,7 @@ from fa_autotune.dispatch.winners import Snapshot
 from fa_autotune.errors import InvalidProblemError, NoKernelError
 from fa_autotune.ops import kernel_plan
 from fa_autotune.problem.device import KNOWN_DEVICES
-from fa_autotune.problem.family import Pass
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.space.candidate import Candidate, Variant
 from kit.attention_calls import (

@@ -9,18 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_autotune.errors import InvalidProblemError
-from fa_autotune.problem.family import (
-    BACKWARD_PASSES,
-    FEATURE_WORDS,
-    FUSED_BACKWARD,
-    SPLIT_BACKWARD,
-    Access,
-    AttentionFamily,
-    DType,
-    Pass,
-    parse_passes,
-    strongest_access,
-)
+from fa_autotune.problem.family import FEATURE_WORDS, Access, AttentionFamily, DType, strongest_access
+from fa_autotune.problem.passes import BACKWARD_PASSES, FUSED_BACKWARD, SPLIT_BACKWARD, Pass, parse_passes
 from fa_autotune.problem.problem import AttentionProblem, AttentionShape
 from kit.strategies import families, json_values, problems
 

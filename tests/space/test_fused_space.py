@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from fa_autotune.kernels.render import render
 from fa_autotune.problem.device import KNOWN_DEVICES
-from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass
+from fa_autotune.problem.family import Access, AttentionFamily, DType
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.config import (

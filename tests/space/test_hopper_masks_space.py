@@ -7,7 +7,8 @@ import pytest
 from fa_autotune.kernels.compiler import CompileResult
 from fa_autotune.kernels.render import render
 from fa_autotune.problem.device import KNOWN_DEVICES
-from fa_autotune.problem.family import AttentionFamily, Pass
+from fa_autotune.problem.family import AttentionFamily
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import TrialStatus
 from fa_autotune.space.candidate import Candidate, Variant

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from fa_autotune.database import SessionKind, TuningDatabase
 from fa_autotune.dispatch.winners import load_snapshot
 from fa_autotune.problem.device import INTERPRETER, KNOWN_DEVICES
-from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass
+from fa_autotune.problem.family import Access, AttentionFamily, DType
+from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import TrialStatus
 from fa_autotune.space.candidate import Candidate, Variant

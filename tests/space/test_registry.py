@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from fa_autotune.errors import UnsupportedError
 from fa_autotune.problem.device import INTERPRETER, KNOWN_DEVICES, DeviceSpec
-from fa_autotune.problem.family import FUSED_BACKWARD, Access, AttentionFamily, DType, Pass
+from fa_autotune.problem.family import Access, AttentionFamily, DType
+from fa_autotune.problem.passes import FUSED_BACKWARD, Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.space.candidate import Candidate, CompileForm, Variant
 from fa_autotune.space.config import PortableFwdConfig

@@ -7,7 +7,7 @@ import pytest
 from fa_autotune.database import SessionKind, SessionState, TuningDatabase
 from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
 from fa_autotune.problem.device import KNOWN_DEVICES, Toolchain
-from fa_autotune.problem.family import BACKWARD_PASSES, Pass
+from fa_autotune.problem.passes import BACKWARD_PASSES, Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import Role, TrialRecord, TrialStatus
 from fa_autotune.space.candidate import Candidate, Variant
