@@ -9,6 +9,7 @@ import copy
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -156,7 +157,8 @@ def _tapped(run: Any, compiled: Any, template: list[Any]) -> tuple[LaunchForm, C
     if getattr(run, "global_scratch_size", None) == 0 == getattr(run, "profile_scratch_size", None):
         tapped = copy.copy(run)
         tapped.launch = lambda *values: handed.append(values)
-        tapped(*head, *template)
+        with suppress(Exception):  # of a launcher that does more; it is itself called then
+            tapped(*head, *template)
     if len(handed) == 1 and any(value is _STREAM for value in handed[0]):
         *before, last = handed[0]
         if isinstance(last, (list, tuple)) and _are_same(last, template):
