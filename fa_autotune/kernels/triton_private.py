@@ -22,14 +22,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fa_autotune.errors import CompileError
-from fa_autotune.kernels.gpu import make_context_current
 from fa_autotune.problem.device import INTERPRETER_ARCH
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_REMEMBERED_ADDRESSES = 256  # of one descriptor; training comes back to the same few
 
@@ -88,13 +87,15 @@ class FastPath:
 
 
 def fast_path(
-    compiled: Any, values: Sequence[Any], pointers: Mapping[int, int], descriptors: Mapping[int, int], sample: Tensor
+    compiled: Any, values: Sequence[Any], pointers: Mapping[int, int], descriptors: Mapping[int, int], sample: "Tensor"
 ) -> FastPath | None:
     """The way past Triton's launcher for a compiled kernel, which is put on a sample's GPU; None where it is not known.
 
     `values` are a kernel's arguments without their tensors: None for a pointer, a descriptor without its base. Where
     they stand is told by `pointers` and `descriptors`: position of the argument → number of its tensor.
     """
+    import torch  # noqa: PLC0415 - compile workers start without it
+
     hooks = _launch_hooks()
     with torch.cuda.device(sample.device.index):
         run = getattr(compiled, "run", None)  # loads the kernel on the current device
@@ -205,7 +206,7 @@ def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 def _expanded(
-    run: Any, values: Sequence[Any], pointers: Mapping[int, int], descriptors: Mapping[int, int], sample: Tensor
+    run: Any, values: Sequence[Any], pointers: Mapping[int, int], descriptors: Mapping[int, int], sample: "Tensor"
 ) -> tuple[Any, list[Any], list[Filler], list[int]] | None:
     """The launcher that takes what descriptors stand for, its arguments, what fills in their addresses, and where each
     argument begins.
@@ -299,11 +300,15 @@ class _Encoder:
         try:
             return self._encode(descriptor, self._layout)
         except RuntimeError:  # perhaps in a thread that has no context yet
+            from fa_autotune.kernels.gpu import make_context_current  # noqa: PLC0415 - as in `fast_path`
+
             make_context_current(self._index)
             return self._encode(descriptor, self._layout)
 
 
 def _stream_of(index: int) -> int:
+    import torch  # noqa: PLC0415 - as in `fast_path`
+
     return torch.cuda.current_stream(index).cuda_stream
 
 

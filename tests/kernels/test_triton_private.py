@@ -1,5 +1,7 @@
 """Triton's private parts: known forms are used, and of an unknown one nothing but the public way."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -50,6 +52,14 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM + index, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     encoded.clear()
+
+
+def test_compile_workers_start_without_torch() -> None:
+    script = (
+        "import sys, fa_autotune.kernels.compiler; print([name for name in ('torch', 'triton') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def path_of(run: Any, *values: Any) -> FastPath | None:
@@ -255,7 +265,7 @@ class TestADescriptor:
         path = path_of(Launcher(wrapped(launched := Recorder(), ["layout"])), Descriptor(None))
         assert path is not None
         path.fillers[0].encode._encode = encode
-        monkeypatch.setattr(triton_private, "make_context_current", given.append)
+        monkeypatch.setattr("fa_autotune.kernels.gpu.make_context_current", given.append)
         launch(path, torch.ones(2))
         assert (given, launched[0][9]) == ([INDEX], "map")
 
