@@ -12,7 +12,14 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "fa_autotune"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-LATE = {"optuna": "tuner", "jinja2": "kernels.render", "sqlite_utils": "database"}
+LATE = {"optuna": "tuner", "jinja2": "kernels.render", "sqlite_utils": "database", "triton": "kernels.triton_private"}
+# What Triton keeps private, as far as we touch it: names of its modules, and attributes of what it gives us.
+PRIVATE_TO_TRITON = {
+    "ASTSource", "GPUTarget", "GluonASTSource", "InterpreterBuilder", "TensorHandle", "_cuda_getCurrentRawStream",
+    "_init_handles", "_runtime", "arg_names", "asm", "cuobjdump", "dump_ptxas_log", "get_cache_manager",
+    "global_scratch_size", "launch_enter_hook", "launch_exit_hook", "make_tensordesc_arg",
+    "packed_metadata", "profile_scratch_size", "tensordesc_meta", "wrap_handle_tensordesc",
+}  # fmt: skip
 
 
 def name_of(path: Path) -> str:
@@ -37,6 +44,31 @@ def imported_names(path: Path) -> Iterator[str]:
 def test_only_paths_reads_the_environment(path: Path) -> None:
     hands_it_down = {"paths", "worker"}  # worker gives its own environment to the subprocess
     assert name_of(path) in hands_it_down or not {"environ", "getenv"} & set(attributes_of_os(path))
+
+
+def names_touched(path: Path) -> Iterator[str]:
+    """Attributes that a module reads or sets, by a dot or by `getattr` and its kin; but no keys of subscripts."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Call):
+            yield from (argument.value for argument in node.args if isinstance(argument, ast.Constant))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_only_one_module_touches_what_triton_keeps_private(path: Path) -> None:
+    touched = {*imported_names(path), *names_touched(path)} & PRIVATE_TO_TRITON
+    assert touched == set() or name_of(path) == "kernels/triton_private"
+
+
+def test_of_triton_itself_only_its_version_is_asked_elsewhere() -> None:
+    tree = ast.parse((PACKAGE / "kernels" / "gpu.py").read_text())
+    attributes = [
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "triton"
+    ]
+    assert attributes == ["__version__"]
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

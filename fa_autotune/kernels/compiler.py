@@ -4,15 +4,12 @@ A candidate that spills, does not fit, or lost what its template was written for
 rows only) never reaches the GPU. Each such check is a gate: a named function that gives a reason, or None.
 """
 
-import io
 import json
 import os
 import re
 import time
 from concurrent.futures import Future
-from contextlib import redirect_stdout
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from threading import Lock
 from types import ModuleType, TracebackType
 from typing import Any, Self
@@ -20,6 +17,7 @@ from typing import Any, Self
 from fa_autotune.errors import CompileError, WorkerDied, WorkerTimeout
 from fa_autotune.kernels.gates import GATES, CompiledText, CompileRequest
 from fa_autotune.kernels.modules import compile_module, load_module
+from fa_autotune.kernels.triton_private import keep_beside, kept_assembler_log, kept_beside, parts_of
 from fa_autotune.paths import triton_cache_dir
 from fa_autotune.records import ResourceReport, TrialStatus
 from fa_autotune.worker import WorkerPool
@@ -81,9 +79,6 @@ def resource_report(text: CompiledText, compile_s: float) -> ResourceReport:
     )
 
 
-# --- gates ------------------------------------------------------------------------------------------------------------
-
-
 def _numbers(pattern: str, text: str) -> list[int]:
     return [int(number) for number in re.findall(pattern, text)]
 
@@ -93,44 +88,21 @@ def _numbers(pattern: str, text: str) -> list[int]:
 
 def _compiled_text(module: ModuleType, arch: str) -> tuple[CompiledText, float]:
     """Compile; also gives the seconds it took, of the first time where Triton's cache has the kernel."""
-    from triton import knobs  # noqa: PLC0415 - a second or more to import
-    from triton.runtime.cache import get_cache_manager  # noqa: PLC0415 - as above
-
     kernel, log, compile_s = _compile(module, arch)
-    beside_kernel = get_cache_manager(kernel.hash)
-    if (known := beside_kernel.get_file(_LOG_NAME)) and not log:
-        log, compile_s = json.loads(Path(known).read_text())
+    if not log and (known := kept_beside(kernel, _LOG_NAME)):
+        log, compile_s = json.loads(known)
     else:
-        if not log and "ptx" in kernel.asm:  # cached by a process that kept no log
-            with knobs.compilation.scope():
-                knobs.compilation.always_compile = True
-                kernel, log, compile_s = _compile(module, arch)
-        beside_kernel.put(json.dumps([log, compile_s]), _LOG_NAME, binary=False)
-    target = kernel.metadata.target
-    text = CompiledText(
-        ttgir=kernel.asm["ttgir"],
-        assembly=kernel.asm["ptx"] if target.backend == "cuda" else kernel.asm["amdgcn"],
-        log=log,
-        threads=kernel.metadata.num_warps * target.warp_size,
-        smem_bytes=kernel.metadata.shared,
-        tensor_memory_columns=getattr(kernel.metadata, "tmem_size", 0) or 0,
-        is_nvidia=target.backend == "cuda",
-        binary=kernel.asm["cubin"] if target.backend == "cuda" else b"",
-        reads_elements="stride_attn_mask_n" in module.SIGNATURE,
-    )
-    return text, compile_s
+        if not log and parts_of(kernel).is_nvidia:  # cached by a process that kept no log
+            kernel, log, compile_s = _compile(module, arch, anew=True)
+        keep_beside(kernel, _LOG_NAME, json.dumps([log, compile_s]))
+    reads_elements = "stride_attn_mask_n" in module.SIGNATURE
+    return CompiledText(**asdict(parts_of(kernel)), log=log, reads_elements=reads_elements), compile_s
 
 
-def _compile(module: ModuleType, arch: str) -> tuple[Any, str, float]:
-    """Triton's compiled kernel, the log of the assembler it ran (empty if it ran none), and the seconds it took.
-
-    Triton runs ptxas with -v and can print what that said, so nothing has to be assembled twice.
-    """
-    from triton import knobs  # noqa: PLC0415 - a second or more to import
-
+def _compile(module: ModuleType, arch: str, *, anew: bool = False) -> tuple[Any, str, float]:
+    """Triton's compiled kernel, the log of the assembler it ran (empty if it ran none), and the seconds it took."""
     start = time.perf_counter()
-    with knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as log:
-        knobs.nvidia.dump_ptxas_log = True
+    with kept_assembler_log(anew=anew) as log:
         kernel = compile_module(module, arch)
     return kernel, log.getvalue(), round(time.perf_counter() - start, 3)
 

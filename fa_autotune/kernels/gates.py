@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 
 from fa_autotune.kernels.sass import disassembled, products_of_unset_addresses, spills_beside_products
+from fa_autotune.kernels.triton_private import CompiledParts
 from fa_autotune.records import ResourceReport
 from fa_autotune.space.candidate import CompileForm, Variant
 
@@ -38,18 +39,10 @@ class CompileRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompiledText:
-    """What the gates read of a compiled kernel: its TTGIR, its assembly (PTX or AMD GCN), the assembler's log, and the
-    binary."""
+class CompiledText(CompiledParts):
+    """What the gates read of a compiled kernel: its parts, and the assembler's log."""
 
-    ttgir: str
-    assembly: str
     log: str
-    threads: int
-    smem_bytes: int
-    tensor_memory_columns: int
-    is_nvidia: bool
-    binary: bytes
     reads_elements: bool = False  # of a mask that does not lie in whole 16 bytes
 
 

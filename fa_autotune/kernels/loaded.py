@@ -18,6 +18,7 @@ from fa_autotune.kernels.interpreter import interpreted
 from fa_autotune.kernels.modules import candidates_dir, compile_module, load_module, write_module
 from fa_autotune.kernels.render import render
 from fa_autotune.kernels.scratch import SLOT_INTS, prepare_scratch, scratch_of
+from fa_autotune.kernels.triton_private import put_on_current_gpu
 from fa_autotune.paths import interpreting
 from fa_autotune.space.candidate import Candidate
 
@@ -48,7 +49,7 @@ class LoadedKernel:
             if self.is_persistent:
                 prepare_scratch(device_index)
             with torch.cuda.device(device_index):
-                _ = self.compiled.run  # Triton builds the launcher and loads the binary when this is first read
+                put_on_current_gpu(self.compiled)
 
     def __call__(self, *values: Any) -> None:
         """Run the kernel on what its module's `arguments` takes: the tensors of the family, then its numbers.

@@ -15,8 +15,8 @@ from typing import Any
 
 from fa_autotune.errors import CompileError, FaAutotuneError
 from fa_autotune.kernels.render import KernelSource, render
+from fa_autotune.kernels.triton_private import compile_kernel
 from fa_autotune.paths import cache_dir
-from fa_autotune.problem.device import INTERPRETER_ARCH
 from fa_autotune.space.candidate import Candidate
 
 _import_lock = threading.Lock()
@@ -84,32 +84,12 @@ def load_module(path: Path) -> ModuleType:
         return module
 
 
-def compile_target(arch: str) -> Any:
-    """Triton's GPUTarget for `sm_90`, `gfx942`, …; the interpreter's kernels are compiled for sm_90 as a check."""
-    from triton.backends.compiler import GPUTarget  # noqa: PLC0415 - a second or more to import
-
-    if arch == INTERPRETER_ARCH:
-        arch = "sm_90"
-    if arch.startswith("sm_"):
-        return GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
-    return GPUTarget("hip", arch, 64)
-
-
 def compile_module(module: ModuleType, arch: str) -> Any:
     """Compile a generated module's kernel for an arch, without a GPU; gives Triton's CompiledKernel.
 
     The compile form is the module's own SIGNATURE and ALIGNMENT, so that lengths are never specialised; the same call
     in another process finds the result in Triton's cache. Raises what Triton raises.
     """
-    import triton  # noqa: PLC0415
-
-    kernel = module.KERNEL
-    if kernel.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource as Source  # noqa: PLC0415
-    else:
-        from triton.compiler import ASTSource as Source  # noqa: PLC0415
-    divisibility = {
-        (kernel.arg_names.index(name),): [["tt.divisibility", divisor]] for name, divisor in module.ALIGNMENT.items()
-    }
-    source = Source(fn=kernel, signature=dict(module.SIGNATURE), constexprs={}, attrs=divisibility)
-    return triton.compile(source, target=compile_target(arch), options=dict(module.OPTIONS))
+    return compile_kernel(
+        module.KERNEL, signature=module.SIGNATURE, alignment=module.ALIGNMENT, options=module.OPTIONS, arch=arch
+    )

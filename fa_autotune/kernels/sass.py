@@ -9,6 +9,8 @@ from operator import or_
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from fa_autotune.kernels.triton_private import disassembler
+
 PATIENCE_S = 60.0
 
 _ALL = (1 << 63) - 1  # UR0 … UR62; UR63 reads as zero
@@ -20,15 +22,15 @@ _ENDS = ("EXIT", "RET", "BRX", "JMX", "KILL")  # where a table leads, no text sa
 @lru_cache(maxsize=2)
 def disassembled(binary: bytes) -> str | None:
     """The SASS of a cubin; None where Triton's disassembler is missing or refuses it."""
-    from triton import knobs  # noqa: PLC0415 - a second or more to import
-
+    if (program := disassembler()) is None:
+        return None
     with TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(binary)
         try:
-            command = [knobs.nvidia.cuobjdump.path, "-sass", str(path)]
+            command = [program, "-sass", str(path)]
             done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
-        except (OSError, RuntimeError, subprocess.SubprocessError):
+        except (OSError, subprocess.SubprocessError):
             return None
     return done.stdout
 

@@ -1,22 +1,31 @@
-"""What Triton keeps private and is touched all the same, here and nowhere else; each with a fallback where it differs.
+"""What Triton keeps private and is touched all the same, here and nowhere else.
 
-Launching: below Triton's public `compiled[grid](...)` lie a launcher in Python, a wrapper that encodes descriptors, and
-a C function. Their forms differ between releases, so they are recognised, not looked up by version: `fast_path` gives
-what to call and what to fill in, or None, and then launches go the public way.
+Releases differ, so each part is recognised where it is used, not looked up by version, and has a way without it:
+
+* launching: below Triton's public `compiled[grid](...)` lie a launcher in Python, a wrapper that encodes descriptors,
+  and a C function. `fast_path` gives what to call and what to fill in, or None: launches then go the public way.
+* compiling for a GPU that need not be there: CompileError says what this Triton lacks.
+* what is kept beside a compiled kernel: nothing is kept, and the kernel is compiled again when it is asked for.
+* the disassembler: None, and the gates that read machine code see none.
+* the interpreter's bfloat16: a warning that it may be rounded wrongly.
 """
 
 import copy
+import importlib
 import inspect
+import io
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from fa_autotune.kernels.gpu import make_context_current
+from fa_autotune.errors import CompileError
+from fa_autotune.problem.device import INTERPRETER_ARCH
 
 Encode = Callable[[Any, Any], list[Any]]
 
@@ -63,6 +72,8 @@ def fast_path(compiled: Any, arguments: Sequence[Any], index: int) -> FastPath |
 
     `arguments` are those of one launch, by which the launcher is recognised.
     """
+    import torch  # noqa: PLC0415 - compile workers start without it
+
     hooks = _launch_hooks()
     with torch.cuda.device(index):
         run = getattr(compiled, "run", None)  # loads the kernel on the current device
@@ -109,6 +120,11 @@ def launch_form(compiled: Any, *, has_descriptors: bool) -> LaunchForm:
     return LaunchForm.PUBLIC if tapped is None else tapped[0]
 
 
+def put_on_current_gpu(compiled: Any) -> None:
+    """Have Triton build a compiled kernel's launcher and load its binary now; else it does so at the first launch."""
+    _ = getattr(compiled, "run", None)
+
+
 def is_hooked(hooks: Any) -> bool:
     """Whether a profiler wants the metadata of launches, which only Triton's public way gives."""
     hook = hooks.launch_enter_hook
@@ -146,7 +162,8 @@ def _tapped(run: Any, compiled: Any, template: list[Any]) -> tuple[LaunchForm, C
     if getattr(run, "global_scratch_size", None) == 0 == getattr(run, "profile_scratch_size", None):
         tapped = copy.copy(run)
         tapped.launch = lambda *values: handed.append(values)
-        tapped(*head, *template)
+        with suppress(Exception):  # of a launcher that does more; it is itself called then
+            tapped(*head, *template)
     if len(handed) == 1 and any(value is _STREAM for value in handed[0]):
         *before, last = handed[0]
         if isinstance(last, (list, tuple)) and _are_same(last, template):
@@ -239,6 +256,8 @@ class Encoder:
         try:
             return self._encode(descriptor, self._layout)
         except RuntimeError:  # perhaps in a thread that has no context yet
+            from fa_autotune.kernels.gpu import make_context_current  # noqa: PLC0415 - as in `fast_path`
+
             make_context_current(self._index)
             return self._encode(descriptor, self._layout)
 
@@ -262,4 +281,200 @@ def _raw_stream() -> Callable[[int], int] | None:
 
 
 def _stream_of(index: int) -> int:
+    import torch  # noqa: PLC0415 - as in `fast_path`
+
     return torch.cuda.current_stream(index).cuda_stream
+
+
+# --- compiling --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledParts:
+    """What is read of a compiled kernel: its TTGIR, its assembly (PTX or AMD GCN), its binary, and what it takes."""
+
+    ttgir: str
+    assembly: str
+    binary: bytes  # empty where it is not NVIDIA's
+    threads: int
+    smem_bytes: int
+    tensor_memory_columns: int
+    is_nvidia: bool
+
+
+def compile_kernel(
+    kernel: Any, *, signature: Mapping[str, str], alignment: Mapping[str, int], options: Mapping[str, Any], arch: str
+) -> Any:
+    """Compile a Triton or Gluon function for `sm_90`, `gfx942`, …, without a GPU; gives Triton's CompiledKernel.
+
+    `alignment` tells divisors of arguments. The same call in another process finds the result in Triton's cache.
+    CompileError where this Triton can't be told all that; else raises what Triton raises.
+    """
+    import triton  # noqa: PLC0415 - a second or more to import
+
+    try:
+        is_gluon, names = kernel.is_gluon(), list(kernel.arg_names)
+    except AttributeError as error:
+        raise _differs(f"no {error.name} of a function") from error
+    if is_gluon:
+        source_type = _needed("triton.experimental.gluon._runtime", "GluonASTSource")
+    else:
+        source_type = _needed("triton.compiler", "ASTSource")
+    divisibility = {(names.index(name),): [["tt.divisibility", divisor]] for name, divisor in alignment.items()}
+    source = source_type(fn=kernel, signature=dict(signature), constexprs={}, attrs=divisibility)
+    return triton.compile(source, target=_target(arch), options=dict(options))
+
+
+def _target(arch: str) -> Any:
+    """Triton's GPUTarget; the interpreter's kernels are compiled for sm_90 as a check."""
+    target = _needed("triton.backends.compiler", "GPUTarget")
+    if arch == INTERPRETER_ARCH:
+        arch = "sm_90"
+    if arch.startswith("sm_"):
+        return target("cuda", int(arch.removeprefix("sm_")), 32)
+    return target("hip", arch, 64)
+
+
+def parts_of(compiled: Any) -> CompiledParts:
+    """What is read of Triton's CompiledKernel. CompileError where it keeps that elsewhere."""
+    try:
+        target, texts = compiled.metadata.target, compiled.asm
+        is_nvidia = target.backend == "cuda"
+        return CompiledParts(
+            ttgir=texts["ttgir"],
+            assembly=texts["ptx" if is_nvidia else "amdgcn"],
+            binary=texts["cubin"] if is_nvidia else b"",
+            threads=compiled.metadata.num_warps * target.warp_size,
+            smem_bytes=compiled.metadata.shared,
+            tensor_memory_columns=getattr(compiled.metadata, "tmem_size", 0) or 0,
+            is_nvidia=is_nvidia,
+        )
+    except AttributeError as error:
+        raise _differs(f"no {error.name} of a compiled kernel") from error
+    except KeyError as error:
+        raise _differs(f"no {error.args[0]} of a compiled kernel") from error
+
+
+@contextmanager
+def kept_assembler_log(*, anew: bool = False) -> Iterator[io.StringIO]:
+    """Keep what ptxas says of kernels that are compiled meanwhile; `anew`: also of those in Triton's cache.
+
+    Triton runs ptxas with -v and can print what that said, so nothing has to be assembled twice. CompileError where it
+    can't, or does not though it compiled anew: the gates would see neither registers nor spills.
+    """
+    knobs = _needed("triton", "knobs")
+    settings = [("nvidia", "dump_ptxas_log"), *([("compilation", "always_compile")] if anew else [])]
+    with ExitStack() as scopes:
+        for group_name, name in settings:
+            group: Any = getattr(knobs, group_name, None)
+            if not hasattr(group, name) or not hasattr(group, "scope"):
+                raise _differs(f"no knob {group_name}.{name}")
+            scopes.enter_context(group.scope())
+            setattr(group, name, True)
+        log = scopes.enter_context(redirect_stdout(io.StringIO()))
+        yield log
+    if anew and not log.getvalue():
+        raise _differs("no log of its assembler")
+
+
+def kept_beside(compiled: Any, name: str) -> str | None:
+    """The text that `keep_beside` left under a name, in this process or another."""
+    folder = _cache_of(compiled)
+    known = None if folder is None else folder.get_file(name)
+    return None if known is None else Path(known).read_text()
+
+
+def keep_beside(compiled: Any, name: str, text: str) -> None:
+    """Leave a text beside a compiled kernel in Triton's cache."""
+    if (folder := _cache_of(compiled)) is not None:
+        folder.put(text, name, binary=False)
+
+
+def _cache_of(compiled: Any) -> Any:
+    """Triton's cache folder of a kernel; None where there is no way to it."""
+    try:
+        return _needed("triton.runtime.cache", "get_cache_manager")(compiled.hash)
+    except (AttributeError, CompileError):
+        return None
+
+
+def disassembler() -> str | None:
+    """The path of Triton's cuobjdump; None where it has none."""
+    try:
+        path: str = _needed("triton", "knobs").nvidia.cuobjdump.path
+    except (AttributeError, CompileError, RuntimeError):
+        return None
+    return path
+
+
+def _needed(module: str, name: str) -> Any:
+    """A name of one of Triton's modules. CompileError where it is not there."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (AttributeError, ModuleNotFoundError) as error:
+        raise _differs(f"no {module}.{name}") from error
+
+
+def _differs(what: str) -> CompileError:
+    import triton  # noqa: PLC0415
+
+    return CompileError(
+        f"Triton {triton.__version__} has {what}, and kernels are compiled ahead and judged by it; install a release "
+        "that has, such as 3.7, and report this one"
+    )
+
+
+# --- interpreting -----------------------------------------------------------------------------------------------------
+
+
+@cache
+def install_interpreter_shim() -> None:
+    """Make Triton's interpreter treat bfloat16 as a GPU does.
+
+    Triton 3.6 to 3.9 keep bfloat16 as raw 16-bit integers there, multiply those integers in `dot`, and truncate on the
+    way from fp32. Here dot operands are widened to fp32 first and casts round to nearest even.
+    """
+    import numpy  # noqa: PLC0415
+    import triton.language as tl  # noqa: PLC0415
+    from triton.runtime import interpreter  # noqa: PLC0415
+
+    builder: Any = getattr(interpreter, "InterpreterBuilder", None)
+    handle_type: Any = getattr(interpreter, "TensorHandle", None)
+    if handle_type is None or not hasattr(builder, "create_dot") or not hasattr(builder, "cast_impl"):
+        warnings.warn(
+            "Triton's interpreter is not built as we know it: it may round bfloat16 wrongly; a Triton that "
+            "`fa-autotune doctor` calls tested does not",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
+
+    def widen(data: Any) -> Any:
+        return (data.astype(numpy.uint32) << 16).view(numpy.float32)
+
+    def narrow(data: Any) -> Any:
+        bits = numpy.ascontiguousarray(data).view(numpy.uint32)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(numpy.uint16)
+        quiet_nan = ((bits >> 16) | 0x40).astype(numpy.uint16)
+        return numpy.where(numpy.isnan(data), quiet_nan, rounded)
+
+    plain_dot, plain_cast = builder.create_dot, builder.cast_impl
+
+    def operand(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return handle_type(widen(handle.data), tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return plain_dot(self, operand(a), operand(b), *rest)
+
+    def cast_impl(self: Any, source: Any, target: Any) -> Any:
+        pair = (source.dtype.scalar, target.scalar)
+        if pair == (tl.bfloat16, tl.float32):
+            return handle_type(widen(source.data), tl.float32)
+        if pair == (tl.float32, tl.bfloat16):
+            return handle_type(narrow(source.data), tl.bfloat16)
+        return plain_cast(self, source, target)
+
+    builder.create_dot = create_dot
+    builder.cast_impl = cast_impl

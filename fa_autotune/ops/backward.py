@@ -54,7 +54,7 @@ def backward_of(kernels: CallKernels, saved: Saved, d_out: Tensor, into: Targets
     if not access is access_of(view(into.k), view(into.v)) is Access.TMA:
         return SplitBackward(kernels, access, saved, d_out, into)
     dispatcher, unordered = dispatcher_of(kernels.home.index), kernels.call.runs == UNORDERED
-    way = dispatcher.backward_choice(kernels.problem_as(access), unordered=unordered).way
+    way = dispatcher.backward_way(kernels.problem_as(access), unordered=unordered)
     if way is BackwardWay.SPLIT:
         return SplitBackward(kernels, access, saved, d_out, into)
     return FusedBackward(kernels, saved, d_out, into.q, unordered=way is BackwardWay.FUSED_UNORDERED)

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fa_autotune.kernels.interpreter import install_interpreter_shim
 from fa_autotune.kernels.loaded import load_kernel
 from fa_autotune.kernels.modules import candidates_dir, load_module, write_module
 from fa_autotune.kernels.render import render
+from fa_autotune.kernels.triton_private import install_interpreter_shim
 from fa_autotune.paths import interpreting
 from fa_autotune.problem.device import INTERPRETER
 from fa_autotune.problem.family import Access, AttentionFamily, DType, strongest_access

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fa_autotune.kernels import compiler
+from fa_autotune.kernels import gates
 from fa_autotune.kernels.compiler import resource_report
 from fa_autotune.kernels.gates import CompiledText, CompileRequest, set_addresses, spills
 from fa_autotune.kernels.sass import disassembled, products_of_unset_addresses, spills_beside_products
@@ -146,7 +146,7 @@ def gate(
         assert variant.is_gluon or (arch == "sm_90" and 64 < spill_bytes <= 256), "disassembled for nothing"
         return sass
 
-    monkeypatch.setattr(compiler, "disassembled", read)
+    monkeypatch.setattr(gates, "disassembled", read)
     return spills(request, text, resource_report(text, 0.0))
 
 
@@ -269,8 +269,8 @@ def test_the_gate_says_how_many_products_are_wrong(
     text, request = compiled_and_asked(0, variant, "sm_90")
     resources = resource_report(text, 0.0)
     code = two_loops(before=set_all(8), preheader=["UMOV UR8, UR4"])
-    monkeypatch.setattr(compiler, "disassembled", lambda binary: code)
+    monkeypatch.setattr(gates, "disassembled", lambda binary: code)
     reason = "1 matrix products take an address from a register that may be unset"
     assert set_addresses(request, text, resources) == (reason if is_looked_at else None)
-    monkeypatch.setattr(compiler, "disassembled", lambda binary: None)
+    monkeypatch.setattr(gates, "disassembled", lambda binary: None)
     assert set_addresses(request, text, resources) is None

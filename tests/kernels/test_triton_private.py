@@ -1,7 +1,10 @@
 """Triton's private parts: known forms are used, and of an unknown one nothing but the public way."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +12,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from fa_autotune.errors import CompileError
 from fa_autotune.kernels import triton_private
-from fa_autotune.kernels.triton_private import FastPath, LaunchForm, fast_path, launch_form
+from fa_autotune.kernels.triton_private import (
+    FastPath,
+    LaunchForm,
+    compile_kernel,
+    disassembler,
+    fast_path,
+    install_interpreter_shim,
+    keep_beside,
+    kept_assembler_log,
+    kept_beside,
+    launch_form,
+    parts_of,
+    put_on_current_gpu,
+)
+from fa_autotune.problem.device import INTERPRETER_ARCH
 from kit.launchers import (
     FIXED,
     INDEX,
@@ -26,12 +44,22 @@ from kit.launchers import (
     wrapped,
 )
 
+pytestmark = pytest.mark.kernel  # repeated with every supported Triton
+
 
 @pytest.fixture(autouse=True)
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM + index, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     encoded.clear()
+
+
+def test_compile_workers_start_without_torch() -> None:
+    script = (
+        "import sys, fa_autotune.kernels.compiler; print([name for name in ('torch', 'triton') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def path_of(run: Any, *values: Any) -> FastPath | None:
@@ -95,6 +123,13 @@ class Merging(FlatLauncher):
         self.launch({"grid": (x, y, z), "stream": stream, "function": function}, rest)
 
 
+class Failing(FlatLauncher):
+    """A launcher that looks its stream up, which fails for what is no stream."""
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
+        self.launch(x, y, z, int(stream), function, "cooperative", None, *rest)
+
+
 class TestALauncher:
     @pytest.mark.parametrize(
         ("kind", "form"),
@@ -104,6 +139,7 @@ class TestALauncher:
             (ScratchLauncher, LaunchForm.LAUNCHER),
             (Launcher, LaunchForm.LAUNCHER),
             (Merging, LaunchForm.LAUNCHER),
+            (Failing, LaunchForm.LAUNCHER),
         ],
     )
     def test_of_a_known_form_is_gone_past_as_far_as_it_is_known(self, kind: type[Launcher], form: LaunchForm) -> None:
@@ -229,9 +265,184 @@ class TestADescriptor:
         path = path_of(Launcher(wrapped(launched := Recorder(), ["layout"])), Descriptor(None))
         assert path is not None
         path.fillers[0].encode._encode = encode
-        monkeypatch.setattr(triton_private, "make_context_current", given.append)
+        monkeypatch.setattr("fa_autotune.kernels.gpu.make_context_current", given.append)
         launch(path, torch.ones(2))
         assert (given, launched[0][9]) == ([INDEX], "map")
+
+
+class TestCompiling:
+    @pytest.mark.parametrize(
+        ("is_gluon", "module", "name"),
+        [
+            (False, "triton.compiler", "ASTSource"),
+            (True, "triton.experimental.gluon._runtime", "GluonASTSource"),
+            (False, "triton.backends.compiler", "GPUTarget"),
+        ],
+    )
+    def test_says_what_triton_lacks(
+        self, is_gluon: bool, module: str, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("triton.compiler.ASTSource", lambda **settings: None)
+        monkeypatch.delattr(f"{module}.{name}")
+        kernel = SimpleNamespace(is_gluon=lambda: is_gluon, arg_names=["q"])
+        with pytest.raises(CompileError, match=rf"^Triton \S+ has no {module}.{name}, .*install a release"):
+            compile_kernel(kernel, signature={"q": "*bf16"}, alignment={"q": 16}, options={}, arch="sm_90")
+
+    @pytest.mark.parametrize("missing", ["is_gluon", "arg_names"])
+    def test_says_what_a_function_lacks(self, missing: str) -> None:
+        kernel = SimpleNamespace(is_gluon=lambda: False, arg_names=["q"])
+        delattr(kernel, missing)
+        with pytest.raises(CompileError, match=f"has no {missing} of a function, "):
+            compile_kernel(kernel, signature={"q": "*bf16"}, alignment={}, options={}, arch="sm_90")
+
+    @pytest.mark.parametrize(
+        ("arch", "expected"),
+        [
+            ("sm_80", ("cuda", 80, 32)),
+            ("sm_120", ("cuda", 120, 32)),
+            (INTERPRETER_ARCH, ("cuda", 90, 32)),
+            ("gfx942", ("hip", "gfx942", 64)),
+        ],
+    )
+    def test_tells_triton_which_gpu_is_meant(
+        self, arch: str, expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("triton.compiler.ASTSource", lambda **settings: settings)
+        monkeypatch.setattr("triton.compile", lambda source, *, target, options: (source, target, options))
+        kernel = SimpleNamespace(is_gluon=lambda: False, arg_names=["q", "k"])
+        source, target, options = compile_kernel(
+            kernel, signature={"q": "*bf16", "k": "*bf16"}, alignment={"k": 16}, options={"num_warps": 4}, arch=arch
+        )
+        assert (target.backend, target.arch, target.warp_size) == expected
+        assert source["attrs"] == {(1,): [["tt.divisibility", 16]]}
+        assert options == {"num_warps": 4}
+
+
+def compiled_for(backend: str, **asm: str | bytes) -> SimpleNamespace:
+    target = SimpleNamespace(backend=backend, warp_size=32 if backend == "cuda" else 64)
+    return SimpleNamespace(metadata=SimpleNamespace(target=target, num_warps=4, shared=1024), asm=asm, hash="0" * 64)
+
+
+class TestACompiledKernel:
+    def test_of_nvidia_has_a_binary(self) -> None:
+        parts = parts_of(compiled_for("cuda", ttgir="ir", ptx="ptx", cubin=b"sass"))
+        assert (parts.assembly, parts.binary, parts.threads, parts.is_nvidia) == ("ptx", b"sass", 128, True)
+
+    def test_of_amd_has_assembly(self) -> None:
+        parts = parts_of(compiled_for("hip", ttgir="ir", amdgcn="gcn"))
+        assert (parts.assembly, parts.binary, parts.threads, parts.is_nvidia) == ("gcn", b"", 256, False)
+
+    @pytest.mark.parametrize(("backend", "missing"), [("cuda", "ptx"), ("cuda", "cubin"), ("hip", "amdgcn")])
+    def test_whose_text_is_elsewhere_is_refused_by_name(self, backend: str, missing: str) -> None:
+        texts = {"ttgir": "ir", "ptx": "ptx", "cubin": b"sass", "amdgcn": "gcn"}
+        del texts[missing]
+        with pytest.raises(CompileError, match=f"has no {missing} of a compiled kernel"):
+            parts_of(compiled_for(backend, **texts))
+
+    def test_without_metadata_is_refused_by_name(self) -> None:
+        with pytest.raises(CompileError, match="has no metadata of a compiled kernel"):
+            parts_of(SimpleNamespace(asm={}))
+
+    def test_keeps_texts_beside_itself(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+        compiled = compiled_for("cuda")
+        assert kept_beside(compiled, "log.json") is None
+        keep_beside(compiled, "log.json", "[1]")
+        assert kept_beside(compiled, "log.json") == "[1]"
+
+    def test_keeps_nothing_where_triton_has_no_such_cache(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr("triton.runtime.cache.get_cache_manager")
+        compiled = compiled_for("cuda")
+        keep_beside(compiled, "log.json", "[1]")
+        assert kept_beside(compiled, "log.json") is None
+
+
+class TestTheAssemblersLog:
+    def test_is_what_is_printed_meanwhile_and_the_settings_are_put_back(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        from triton import knobs
+
+        before = knobs.nvidia.dump_ptxas_log, knobs.compilation.always_compile
+        with kept_assembler_log(anew=True) as log:
+            assert (knobs.nvidia.dump_ptxas_log, knobs.compilation.always_compile) == (True, True)
+            print("Used 168 registers")
+        assert (knobs.nvidia.dump_ptxas_log, knobs.compilation.always_compile) == before
+        assert (log.getvalue(), capsys.readouterr().out) == ("Used 168 registers\n", "")
+
+    def test_may_be_empty_where_the_kernel_may_be_cached(self) -> None:
+        with kept_assembler_log() as log:
+            pass
+        assert log.getvalue() == ""
+
+    def test_that_is_empty_although_it_compiled_anew_is_an_error(self) -> None:
+        with pytest.raises(CompileError, match="has no log of its assembler"), kept_assembler_log(anew=True):
+            pass
+
+    @pytest.mark.parametrize(
+        ("group", "knob"), [("nvidia", "dump_ptxas_log"), ("compilation", "always_compile")], ids=["log", "anew"]
+    )
+    def test_is_not_awaited_of_a_triton_without_the_knob(
+        self, group: str, knob: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(f"triton.knobs.{group}", SimpleNamespace(scope=nullcontext))
+        with pytest.raises(CompileError, match=f"has no knob {group}.{knob}"), kept_assembler_log(anew=True):
+            pass
+
+
+def no_disassembler() -> str:
+    raise RuntimeError("Cannot find cuobjdump")
+
+
+@pytest.mark.parametrize(
+    "nvidia",
+    [SimpleNamespace(), SimpleNamespace(cuobjdump=SimpleNamespace()), SimpleNamespace(cuobjdump=None)],
+    ids=["no knob", "no path", "nothing"],
+)
+def test_a_disassembler_that_is_elsewhere_is_none(nvidia: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton.knobs.nvidia", nvidia)
+    assert disassembler() is None
+
+
+def test_a_disassembler_that_triton_does_not_find_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Knob:
+        path = property(lambda self: no_disassembler())
+
+    monkeypatch.setattr("triton.knobs.nvidia", SimpleNamespace(cuobjdump=Knob()))
+    assert disassembler() is None
+
+
+@pytest.mark.parametrize("missing", ["TensorHandle", "InterpreterBuilder"])
+def test_an_interpreter_of_another_build_is_left_alone_aloud(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(f"triton.runtime.interpreter.{missing}")
+    with pytest.warns(RuntimeWarning, match="it may round bfloat16 wrongly"):
+        install_interpreter_shim.__wrapped__()
+
+
+@pytest.mark.parametrize("missing", ["create_dot", "cast_impl"])
+def test_an_interpreter_with_another_builder_is_left_alone_aloud(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Builder:
+        def create_dot(self) -> None: ...
+
+        def cast_impl(self) -> None: ...
+
+    delattr(Builder, missing)
+    before = dict(vars(Builder))
+    monkeypatch.setattr("triton.runtime.interpreter.InterpreterBuilder", Builder)
+    with pytest.warns(RuntimeWarning, match="it may round bfloat16 wrongly"):
+        install_interpreter_shim.__wrapped__()
+    assert dict(vars(Builder)) == before
+
+
+def test_a_kernel_that_loads_by_itself_only_is_put_on_the_gpu_at_its_first_launch() -> None:
+    put_on_current_gpu(SimpleNamespace())
+    asked: list[str] = []
+
+    class Compiled:
+        run = property(lambda self: asked.append("run"))
+
+    put_on_current_gpu(Compiled())
+    assert asked == ["run"]
 
 
 class TestThisTriton:
@@ -249,13 +460,16 @@ class TestThisTriton:
             def __getattr__(self, name: str) -> str:
                 if name.startswith("__"):
                     raise AttributeError(name)
-                return name
+                return ""  # handed on, or an ability that is not asked for
 
         return Built()
 
     @pytest.mark.parametrize("has_descriptors", [False, True])
-    def test_has_a_launcher_that_is_gone_past(self, has_descriptors: bool) -> None:
+    def test_has_a_launcher_that_is_gone_past(self, has_descriptors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        import triton
         from triton.backends.nvidia import driver
+
+        monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace())  # 3.9's asks for it
 
         def raw(*arguments: Any) -> None: ...
 
