@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ MAX_REMEMBERED_DESCRIPTORS = 1024  # of one kernel; training comes back to the s
 _ALIGNED = 16  # bytes, of an address that a descriptor has
 _ADDRESSES = 1 << 64  # how far apart the keys of two bindings are
 
-Launch = Callable[..., None]
+Launch = Callable[..., None]  # of `Counts` (or None) and tensors
 
 
 class Counts(NamedTuple):
@@ -58,13 +59,14 @@ def bind(
         tensors = [tensor.detach() for tensor in tensors]
     # What no launch is given: it is looked up, since the stream decides which.
     counter = (torch.empty(0, dtype=torch.int32, device="meta"),) if kernel.is_persistent else ()
-    arguments = list(kernel.module.arguments(*tensors, *numbers, *counter))
     programs = 0 if is_counted else kernel.grid(*tensors)[0]
     index = tensors[0].get_device()
-    if kernel.compiled is not None and index >= 0:
-        if index not in kernel.launchers:
-            kernel.launchers[index] = _launcher_of(kernel, arguments, (*tensors, *counter), index)
-        launcher: _Launcher | None = kernel.launchers[index]
+    known: _Launcher | None = kernel.launchers.get(index)
+    if known is not None:
+        return known.bind(known.arguments(*tensors, *numbers, *counter), programs)
+    arguments = list(kernel.module.arguments(*tensors, *numbers, *counter))
+    if kernel.compiled is not None and index >= 0 and index not in kernel.launchers:
+        launcher = kernel.launchers[index] = _launcher_of(kernel, arguments, (*tensors, *counter), index)
         if launcher is not None:
             return launcher.bind(arguments, programs)
     places = _Places(arguments, (*tensors, *counter))
@@ -145,40 +147,48 @@ def _programs_of(kernel: LoadedKernel, counts: Counts, tensors: Sequence[Tensor]
 # --- past Triton's launcher -------------------------------------------------------------------------------------------
 
 
-class _Launcher:
-    """What all bindings of a kernel on one GPU share: where addresses go, and the descriptors encoded so far.
+class _Bound:
+    """A launch: the number of programs, a kernel's arguments but for what launches fill in, and where its keys begin
+    among those of descriptors. It has little else, so that many are cheap."""
 
-    Each binding is a list of what `FastPath.function` takes, less what launches fill in, so that many are cheap.
-    """
+    __slots__ = ("arguments", "offset", "programs", "run")
+
+    def __init__(self, run: Callable[..., None], programs: int, arguments: tuple[Any, ...], offset: int) -> None:
+        self.run, self.programs, self.arguments, self.offset = run, programs, arguments, offset
+
+    def __call__(self, counts: Counts | None, *tensors: Tensor) -> None:
+        self.run(self, counts, *tensors)
+
+
+class _Launcher:
+    """What all bindings of a kernel on one GPU share: where addresses go, and the descriptors encoded so far."""
 
     def __init__(self, kernel: LoadedKernel, path: FastPath, places: _Places, num_tensors: int, index: int) -> None:
         """`num_tensors`: those that launches are given; a tile counter comes after them."""
         self._kernel, self._path, self._places, self._index = kernel, path, places, index
-        begins, place = list[int](), len(path.head)
+        self._begins, place = list[int](), len(path.head)
         for position in range(len(kernel.module.SIGNATURE)):
-            begins.append(place)
+            self._begins.append(place)
             place += path.encoders[position].count if position in path.encoders else 1
-        self._begins = begins
         self._serials = count()
         self._run = self._make_run(num_tensors)
+        self.arguments = _with_plain_descriptors(kernel.module.arguments)
 
     def bind(self, arguments: Sequence[Any], programs: int) -> Launch:
         """A launch with these arguments, whose tensors launches are given."""
-        values = list(self._path.head)
-        values[self._path.programs_place] = programs
+        values, shared = list[Any](), dict[int, int]()
         pointers, encoders = self._places.pointers, self._path.encoders
         for position, value in enumerate(arguments):
-            if position in pointers:
-                values.append(None)
-            elif position in encoders:
+            if position in encoders:
                 values += (None, *value.shape, *value.strides)
             else:
-                values.append(value)
-        return partial(self._run, values, next(self._serials) * _ADDRESSES)
+                values.append(None if position in pointers else value)
+        kept = [shared.setdefault(value, value) if type(value) is int else value for value in values]
+        return _Bound(self._run, programs, tuple(kept), next(self._serials) * _ADDRESSES)
 
-    def _make_run(self, num_tensors: int) -> Launch:
-        path, index, begins = self._path, self._index, self._begins
-        function, hooks, stream_of, is_flat = path.function, path.hooks, path.stream_of, path.is_flat
+    def _make_run(self, num_tensors: int) -> Callable[..., None]:
+        path, index, begins, kernel = self._path, self._index, self._begins, self._kernel
+        function, hooks, stream_of, is_flat, head = path.function, path.hooks, path.stream_of, path.is_flat, path.head
         stream_place, programs_place, head_count = path.stream_place, path.programs_place, len(path.head)
         pointers = [(begins[at], number) for at, number in self._places.pointers.items() if number < num_tensors]
         descriptors = [
@@ -187,32 +197,32 @@ class _Launcher:
         ]
         assert len(descriptors) <= _ALIGNED  # a descriptor's slot is told apart in its address's low bits
         of_counter = next((begins[at] for at, n in self._places.pointers.items() if n >= num_tensors), None)
-        counted = [(begins[position], number) for position, number in _count_positions(self._kernel)]
+        counted = [(begins[position], number) for position, number in _count_positions(kernel)]
         known: dict[int, Any] = {}
-        kernel = self._kernel
 
-        def run(bound: list[Any], offset: int, counts: Counts | None, *tensors: Tensor) -> None:
+        def run(bound: _Bound, counts: Counts | None, *tensors: Tensor) -> None:
             if is_hooked(hooks):  # a profiler wants the launch's metadata
                 return self._run_publicly(bound, counts, tensors)
-            values = bound.copy()
+            values = [*head, *bound.arguments]
             for place, number in pointers:
                 values[place] = tensors[number].data_ptr()
             for place, number, slot, encoder in descriptors:
                 address = tensors[number].data_ptr()
-                key = offset + address + slot
+                key = bound.offset + address + slot
                 encoded = known.get(key)
                 if encoded is None:
                     if len(known) >= MAX_REMEMBERED_DESCRIPTORS:
                         known.clear()
-                    encoded = known[key] = encoder.of_address(address, bound[place + 1 : place + encoder.count])
+                    encoded = known[key] = encoder.of_address(address, values[place + 1 : place + encoder.count])
                 values[place] = encoded
-            if counts is not None:
-                programs = _programs_of(kernel, counts, tensors)
-                if programs == 0:
-                    return None
+            if counts is None:
+                values[programs_place] = bound.programs
+            elif programs := _programs_of(kernel, counts, tensors):
                 values[programs_place] = programs
                 for place, number in counted:
                     values[place] = counts[number]
+            else:
+                return None
             stream = values[stream_place] = stream_of(index)
             if of_counter is not None:
                 values[of_counter] = scratch_address(index, stream)
@@ -224,14 +234,29 @@ class _Launcher:
 
         return run
 
-    def _run_publicly(self, bound: Sequence[Any], counts: Counts | None, tensors: Sequence[Tensor]) -> None:
-        values = list[Any]()
+    def _run_publicly(self, bound: _Bound, counts: Counts | None, tensors: Sequence[Tensor]) -> None:
+        values, head_count = list[Any](), len(self._path.head)
         for position, begin in enumerate(self._begins):
-            encoder = self._path.encoders.get(position)
-            values.append(
-                bound[begin] if encoder is None else encoder.described(None, bound[begin + 1 : begin + encoder.count])
-            )
-        _launch_publicly(self._kernel, self._places, values, bound[self._path.programs_place], counts, *tensors)
+            place, encoder = begin - head_count, self._path.encoders.get(position)
+            numbers = () if encoder is None else bound.arguments[place + 1 : place + encoder.count]
+            values.append(bound.arguments[place] if encoder is None else encoder.described(None, numbers))
+        _launch_publicly(self._kernel, self._places, values, bound.programs, counts, *tensors)
+
+
+class _Described(NamedTuple):
+    """What a binding needs of a descriptor; in place of Triton's own class, whose checks the first one has passed."""
+
+    base: Tensor
+    shape: Sequence[int]
+    strides: Sequence[int]
+    block_shape: Sequence[int]
+    layout: Any = None
+
+
+def _with_plain_descriptors(arguments: Callable[..., Any]) -> Callable[..., Any]:
+    """A generated module's `arguments()` whose descriptors are told, not checked: half of a binding's time."""
+    scope = {**arguments.__globals__, "TensorDescriptor": _Described}
+    return FunctionType(arguments.__code__, scope, arguments.__name__, arguments.__defaults__)
 
 
 def _launcher_of(

@@ -267,8 +267,10 @@ class Encoder:
 
     def described(self, base: Any, numbers: Sequence[int]) -> Any:
         """The descriptor of a tensor, by its shape and strides."""
-        descriptor = copy.copy(self._prototype)
-        descriptor.base, descriptor.shape, descriptor.strides = base, numbers[: self._rank], numbers[self._rank :]
+        descriptor = object.__new__(type(self._prototype))
+        descriptor.__dict__.update(
+            self._prototype.__dict__, base=base, shape=numbers[: self._rank], strides=numbers[self._rank :]
+        )
         return descriptor
 
 

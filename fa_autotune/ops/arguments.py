@@ -27,6 +27,7 @@ from fa_autotune.reference.attention import TORCH_DTYPES
 from fa_autotune.reference.dropout import draw_seed
 
 MIN_SCALE, MAX_SCALE = 2.0**-125, 2.0**127  # times log2(e), still a normal fp32 number
+DEVICE_TYPES = ("cuda", "cpu")
 DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 
 
@@ -258,6 +259,28 @@ def check_tensor(name: str, tensor: Any) -> None:
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """All rules of q, k and v in (batch, heads, seqlen, head_dim) order; InvalidProblemError names the first broken."""
+    if not _are_right(q, k, v):
+        _tell_what_is_wrong(q, k, v)
+
+
+def _are_right(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    batch_size, heads, _, head_dim = q.shape
+    of_k, kv_heads, seqlen_k, key_dim = k.shape
+    of_v, value_heads, seqlen_v, head_dim_v = v.shape
+    return (
+        q.dtype is k.dtype is v.dtype
+        and q.dtype in DTYPES
+        and q.device == k.device == v.device
+        and q.device.type in DEVICE_TYPES
+        and batch_size == of_k == of_v
+        and (kv_heads, seqlen_k) == (value_heads, seqlen_v)
+        and head_dim == key_dim
+        and MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM >= head_dim_v >= MIN_HEAD_DIM
+        and (heads == 0 or (kv_heads != 0 and heads % kv_heads == 0))
+    )
+
+
+def _tell_what_is_wrong(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype not in DTYPES:
             known = ", ".join(str(dtype) for dtype in DTYPES)
@@ -268,7 +291,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise InvalidProblemError(f"{name} is {tensor.dtype} and q {q.dtype}; cast one of them")
         if tensor.shape[0] != q.shape[0]:
             raise InvalidProblemError(f"{name} has batch size {tensor.shape[0]} and q {q.shape[0]}; they must be equal")
-    if q.device.type not in ("cuda", "cpu"):
+    if q.device.type not in DEVICE_TYPES:
         raise UnsupportedError(f"attention runs on cuda and cpu tensors, not on {q.device}")
     if q.shape[3] != k.shape[3]:
         raise InvalidProblemError(f"q has head_dim {q.shape[3]} and k {k.shape[3]}; they must be equal")

@@ -47,11 +47,10 @@ class Backward(Protocol):
 
 def backward_of(kernels: CallKernels, saved: Saved, d_out: Tensor, into: Targets) -> Backward:
     """The faster way for a call whose tensors lie so, its kernels loaded; NoKernelError, CompileError."""
-    view = kernels.rows.view
-    access = access_of(view(saved.q), view(saved.k), view(saved.v), view(d_out))
+    access = access_of(saved.q, saved.k, saved.v, d_out)
     if into.q is None or into.k is None or into.v is None:
         return SplitBackward(kernels, access, saved, d_out, into)
-    if not access is access_of(view(into.k), view(into.v)) is Access.TMA:
+    if not access is access_of(into.k, into.v) is Access.TMA:
         return SplitBackward(kernels, access, saved, d_out, into)
     dispatcher, unordered = dispatcher_of(kernels.home.index), kernels.call.runs == UNORDERED
     way = dispatcher.backward_way(kernels.problem_as(access), unordered=unordered)
@@ -80,8 +79,8 @@ class SplitBackward:
 
     def __init__(self, kernels: CallKernels, access: Access, saved: Saved, d_out: Tensor, into: Targets) -> None:
         self._kernels = kernels
-        view, mask = kernels.rows.view, saved.extras.attn_mask
-        of_rows = kernels.kernel_for(Pass.BWD_DELTA, access_of(view(saved.out), view(d_out)))
+        mask = saved.extras.attn_mask
+        of_rows = kernels.kernel_for(Pass.BWD_DELTA, access_of(saved.out, d_out))
         self._delta = _Step(kernels, of_rows)
         self._dkdv = self._dq = None
         if into.k is not None:
@@ -95,7 +94,7 @@ class SplitBackward:
     ) -> Tensor | None:
         q, k, v, out, lse, extras = saved
         counts = self._kernels.rows.counts(q, k, extras)
-        delta = self._kernels.home.allocate(lse.shape, lse.stride(), torch.float32)
+        delta = self._kernels.home.allocate(tuple(lse.shape), lse.stride(), torch.float32)
         self._delta(counts, extras, out, d_out, delta)
         if d_lse is not None:
             delta.sub_(d_lse)
@@ -112,10 +111,9 @@ class FusedBackward:
 
     def __init__(self, kernels: CallKernels, saved: Saved, d_out: Tensor, dq: Tensor, *, unordered: bool) -> None:
         self._kernels, self._unordered = kernels, unordered
-        view = kernels.rows.view
-        before = kernels.kernel_for(Pass.BWD_PREPROCESS, access_of(view(saved.out), view(d_out)))
+        before = kernels.kernel_for(Pass.BWD_PREPROCESS, access_of(saved.out, d_out))
         fused = kernels.kernel_for(Pass.BWD_FUSED, Access.TMA, unordered=unordered)
-        after = kernels.kernel_for(Pass.BWD_POSTPROCESS, access_of(view(dq)))
+        after = kernels.kernel_for(Pass.BWD_POSTPROCESS, access_of(dq))
         self._preprocess, self._fused, self._postprocess = (_Step(kernels, kernel) for kernel in (before, fused, after))
         self._workspaces: Workspaces | None = None  # where lengths are a plan's
 

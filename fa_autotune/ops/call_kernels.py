@@ -15,11 +15,11 @@ from fa_autotune.dispatch.loaded_kernels import INTERPRETER_INDEX, kernel_for
 from fa_autotune.kernels.fast_launch import Launch, bind
 from fa_autotune.kernels.loaded import LoadedKernel
 from fa_autotune.ops.arguments import DTYPES
-from fa_autotune.ops.call import TF32, Call, Extras
+from fa_autotune.ops.call import NO_EXTRAS, TF32, Call, Extras
 from fa_autotune.ops.memory import Allocate, access_of, allocator, is_loose
 from fa_autotune.ops.rows.rows import Bounds, Rows
 from fa_autotune.ops.torch_private import current_gpu
-from fa_autotune.problem.family import Access, AttentionFamily, DType
+from fa_autotune.problem.family import Access, AttentionFamily
 from fa_autotune.problem.passes import TENSORS, Element, Pass, TensorSpec
 from fa_autotune.problem.problem import AttentionProblem, AttentionShape
 from fa_autotune.space.estimates import WIDEST_PIECE
@@ -45,10 +45,40 @@ def _home_of(device: torch.device, dtype: torch.dtype) -> Home:
 
 
 @lru_cache(maxsize=1024)
-def _family_of(dtype: DType, head_dim: int, head_dim_v: int, access: Access, *options: str) -> AttentionFamily:
-    """A forward's family; made once, since checking it costs more than a launch."""
-    said: dict[str, Any] = {"bounded_right": False, **dict.fromkeys(options, True)}
-    return AttentionFamily(dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, access=access, **said)
+def _family_of(
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    access: Access,
+    bounded_left: bool,
+    bounded_right: bool,
+    softcap: bool,
+    tf32: bool,
+    has_extras: tuple[bool, ...] | None,
+    mask_dtype: torch.dtype | None,
+    loose_mask: bool,
+) -> AttentionFamily:
+    """A forward's family; made once, since checking it costs more than a launch. `has_extras`: which are given."""
+    given = Extras(*has_extras or (False,) * len(Extras._fields))  # type: ignore[arg-type]
+    options: dict[str, Any] = {}
+    if mask_dtype is not None:
+        kind = "bool_mask" if mask_dtype is torch.bool else "bias" if mask_dtype is dtype else "wide_bias"
+        options = {kind: True, "loose_mask": loose_mask}
+    return AttentionFamily(
+        dtype=DTYPES[dtype],
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        access=access,
+        bounded_left=bounded_left,
+        bounded_right=bounded_right,
+        softcap=softcap,
+        alibi=bool(given.alibi_slopes),
+        sinks=bool(given.sinks),
+        dropout=bool(given.dropout_seed),
+        varlen=bool(given.cu_seqlens_q),
+        tf32=tf32 and dtype is torch.float32 and max(head_dim, head_dim_v) <= WIDEST_PIECE,
+        **options,
+    )
 
 
 class CallKernels:
@@ -116,25 +146,17 @@ class CallKernels:
         return bind(kernel, taken, [values[name] for name in family.numbers], is_counted=rows.is_packed)
 
     def _family(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> AttentionFamily:
-        call, view, mask = self.call, self.rows.view, extras.attn_mask
-        left_diagonal, diagonal = self._bounds
-        head_dim, head_dim_v = q.shape[-1], v.shape[-1]
-        is_narrow = max(head_dim, head_dim_v) <= WIDEST_PIECE
-        options = {
-            "bounded_right": diagonal is not None,
-            "bounded_left": left_diagonal is not None,
-            "softcap": call.softcap != 0.0,
-            "alibi": extras.alibi_slopes is not None,
-            "sinks": extras.sinks is not None,
-            "dropout": extras.dropout_seed is not None,
-            "varlen": self.rows.is_packed,
-            "tf32": call.backend & TF32 != 0 and q.dtype is torch.float32 and is_narrow,
-        }
-        if mask is not None:
-            kind = "bool_mask" if mask.dtype is torch.bool else "bias" if mask.dtype is q.dtype else "wide_bias"
-            options |= {kind: True, "loose_mask": is_loose(mask)}
-        is_on = (name for name, is_true in options.items() if is_true)
-        return _family_of(DTYPES[q.dtype], head_dim, head_dim_v, access_of(view(q), view(k), view(v)), *is_on)
+        call, (left_diagonal, diagonal) = self.call, self._bounds
+        has_extras: tuple[bool, ...] | None = None
+        mask, mask_dtype, loose = extras.attn_mask, None, False
+        if extras is not NO_EXTRAS:
+            has_extras = tuple(tensor is not None for tensor in extras)
+            if mask is not None:
+                mask_dtype, loose = mask.dtype, is_loose(mask)
+        return _family_of(
+            q.dtype, q.shape[-1], v.shape[-1], access_of(q, k, v), left_diagonal is not None, diagonal is not None,
+            call.softcap != 0.0, call.backend & TF32 != 0, has_extras, mask_dtype, loose,
+        )  # fmt: skip
 
 
 def _as_taken(rows: Rows, spec: TensorSpec, tensor: Tensor) -> Tensor:

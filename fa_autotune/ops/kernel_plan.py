@@ -48,6 +48,11 @@ class KernelPlan(CallKernels):
         self.siblings: dict[Call, Plan] | None = None
 
     @property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Sizes and strides of its results, where lengths are its own."""
+        return self._results or ()
+
+    @property
     def gradient_refusal(self) -> str | None:
         """Why no kernel of this GPU gives the gradients of a call; it may be so for wide head dims."""
         if max(self.family.head_dim, self.family.head_dim_v) <= WIDEST_PIECE:
@@ -68,8 +73,9 @@ class KernelPlan(CallKernels):
         if home.is_elsewhere():
             with torch.cuda.device(home.index):
                 return self.forward(q, k, v, extras)
-        to_out, to_lse = self._results or self.rows.results(q, v)
-        out, lse = home.allocate(*to_out, home.dtype), home.allocate(*to_lse, torch.float32)
+        out_size, out_strides, lse_size, lse_strides = self._results or self.rows.results(q, v)
+        out = home.allocate(out_size, out_strides, home.dtype)
+        lse = home.allocate(lse_size, lse_strides, torch.float32)
         launch = self._launch
         if launch is None:
             self._launch = launch = self.bound(self._forward_kernel, (q, k, v, out, lse), extras)
@@ -127,9 +133,7 @@ class KernelPlan(CallKernels):
 
     def _copies(self, saved: Saved, d_out: Tensor) -> bool:
         """Whether d_out is copied into dense memory first: one pass over it costs less than slower kernels for all."""
-        view = self.rows.view
-        inputs = access_of(view(saved.q), view(saved.k), view(saved.v))
-        return _WEAKNESS[access_of(view(d_out))] > _WEAKNESS[inputs]
+        return _WEAKNESS[access_of(d_out)] > _WEAKNESS[access_of(saved.q, saved.k, saved.v)]
 
     def _targets(self, saved: Saved, needed: Needed, into: Into | None) -> Targets:
         gradient = self.rows.gradient

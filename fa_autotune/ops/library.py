@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fa_autotune.errors import UnsupportedError
 from fa_autotune.ops.call import NO_EXTRAS, Call, Extras, Gradients, Needed, Saved
-from fa_autotune.ops.memory import Geometry
 from fa_autotune.ops.plans import plan_of
 from fa_autotune.ops.rows.kinds import rows_of
 from fa_autotune.ops.torch_private import autograd_info, has_forward_mode, has_tangent, make_autograd_impl
@@ -83,16 +82,12 @@ for _backend in ("CPU", "CUDA"):
     LIBRARY.impl("backward", _backward, _backend)
 
 
-def _empty(geometry: Geometry, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return like.new_empty_strided(*geometry, dtype=dtype)
-
-
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     call, extras = _said(arguments)
     rows = rows_of(call.layout)
     rows.check(q, k, v, extras, call)
-    to_out, to_lse = rows.results(q, v)
-    return _empty(to_out, q), _empty(to_lse, q, torch.float32)
+    out_size, out_strides, lse_size, lse_strides = rows.results(q, v)
+    return q.new_empty_strided(out_size, out_strides), q.new_empty_strided(lse_size, lse_strides, dtype=torch.float32)
 
 
 def _fake_backward(
@@ -110,9 +105,9 @@ def _fake_backward(
     gradient = rows_of(call.layout).gradient
     sinks, mask = extras.sinks, extras.attn_mask
     found = Gradients(
-        q=_empty(gradient(q), q) if wanted.q else None,
-        k=_empty(gradient(k), k) if wanted.k else None,
-        v=_empty(gradient(v), v) if wanted.v else None,
+        q=q.new_empty_strided(*gradient(q)) if wanted.q else None,
+        k=k.new_empty_strided(*gradient(k)) if wanted.k else None,
+        v=v.new_empty_strided(*gradient(v)) if wanted.v else None,
         sinks=sinks.new_empty(sinks.shape) if sinks is not None and wanted.sinks else None,
         attn_mask=mask.new_empty(mask.shape) if mask is not None and wanted.attn_mask else None,
     )

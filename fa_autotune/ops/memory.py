@@ -32,17 +32,18 @@ def allocator(device: torch.device) -> Allocate:
 
 
 def access_of(*tensors: Tensor) -> Access:
-    """The strongest access that tensors (batch, heads, seqlen, head_dim) allow, by their pointers and strides."""
-    access = Access.TMA
+    """The strongest access that tensors (…, head_dim) of one dtype allow, by their pointers and strides."""
+    access, misaligned, itemsize = Access.TMA, 0, tensors[0].element_size()
     for tensor in tensors:
-        itemsize = tensor.element_size()
         *outer, last = tensor.stride()
-        misaligned = tensor.data_ptr() % 16 or any(stride * itemsize % 16 for stride in outer)
-        if last != 1 or misaligned or tensor.shape[3] * itemsize % 16:
+        if last != 1:
             return Access.ANY
-        if 0 in outer:
-            access = Access.ALIGNED
-    return access
+        misaligned |= tensor.data_ptr() | tensor.shape[-1] * itemsize
+        for stride in outer:
+            misaligned |= stride * itemsize
+            if stride == 0:
+                access = Access.ALIGNED
+    return Access.ANY if misaligned & 15 else access
 
 
 def is_loose(mask: Tensor) -> bool:

@@ -7,7 +7,6 @@ knows its siblings with others.
 
 import logging
 import threading
-from collections.abc import Hashable
 from functools import cache
 from typing import Any, Protocol
 
@@ -17,7 +16,6 @@ from torch import Tensor
 from fa_autotune.ops.arguments import MAX_SCALE, MIN_SCALE, check_dropout, check_scale, check_seed, check_softcap
 from fa_autotune.ops.call import REFERENCE, Call, Extras, Gradients, Into, Needed, Saved
 from fa_autotune.ops.kernel_plan import KernelPlan
-from fa_autotune.ops.memory import Geometry
 from fa_autotune.ops.rows.kinds import rows_of
 from fa_autotune.ops.rows.rows import Rows
 from fa_autotune.paths import interpreting
@@ -28,7 +26,7 @@ MAX_SIBLINGS = 8
 
 _logger = logging.getLogger("fa_autotune")
 _lock = threading.RLock()
-_plans: "dict[Hashable, Plan]" = {}
+_plans: "dict[tuple[Any, ...], Plan]" = {}
 
 
 class Plan(Protocol):
@@ -39,6 +37,11 @@ class Plan(Protocol):
 
     call: Call
     siblings: "dict[Call, Plan] | None"
+
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Sizes and strides that it keeps."""
+        ...
 
     @property
     def gradient_refusal(self) -> str | None: ...
@@ -70,7 +73,7 @@ def plan_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call) -> Plan
 
 
 def _other_plan(
-    known: Plan | None, key: Hashable, rows: Rows, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call
+    known: Plan | None, key: tuple[Any, ...], rows: Rows, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call
 ) -> Plan:
     """A plan that is new, or that of a sibling; it is found first from now on."""
     plan = None if known is None or known.siblings is None else known.siblings.get(call)
@@ -88,16 +91,15 @@ def _other_plan(
         elif key not in _plans:
             while len(_plans) >= MAX_REMEMBERED_CALLS:
                 del _plans[next(iter(_plans))]
-            key = _compact(key, {})
+            key = _compact(key, plan.sizes)
         _plans[key] = plan
     return plan
 
 
-def _compact(value: Any, shared: dict[Any, Any]) -> Any:
-    """A key that is kept: equal parts of it are one object, and shapes are plain tuples."""
-    if isinstance(value, tuple):
-        value = tuple(_compact(part, shared) for part in value)
-    return shared.setdefault((type(value), value), value) if isinstance(value, (int, tuple)) else value
+def _compact(key: tuple[Any, ...], sizes: tuple[tuple[int, ...], ...]) -> tuple[Any, ...]:
+    """A key that is kept: its shapes are plain tuples, and equal ones the same, those of its plan too."""
+    shared: dict[tuple[Any, ...], tuple[Any, ...]] = {size: size for size in sizes}
+    return tuple([shared.setdefault(tuple(part), tuple(part)) if isinstance(part, tuple) else part for part in key])
 
 
 def _new_plan(rows: Rows, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call) -> Plan:
@@ -137,14 +139,11 @@ def tell_of_reference() -> None:
 # --- plans without kernels --------------------------------------------------------------------------------------------
 
 
-def _empty(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty_strided(*geometry, dtype=dtype, device=device)
-
-
 class _PlainPlan:
     """What plans in plain torch have in common: results and gradients that are allocated first."""
 
     gradient_refusal: str | None = None
+    sizes: tuple[tuple[int, ...], ...] = ()
 
     def __init__(self, rows: Rows, call: Call) -> None:
         self.call = call
@@ -152,16 +151,15 @@ class _PlainPlan:
         self._rows = rows
 
     def _results(self, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        geometry = self._rows.results(q, v)
-        return _empty(geometry.out, q.dtype, q.device), _empty(geometry.lse, torch.float32, q.device)
+        out_size, out_strides, lse_size, lse_strides = self._rows.results(q, v)
+        out = torch.empty_strided(out_size, out_strides, dtype=q.dtype, device=q.device)
+        return out, torch.empty_strided(lse_size, lse_strides, dtype=torch.float32, device=q.device)
 
     def _gradients(self, saved: Saved, needed: Needed, into: Into | None) -> tuple[Tensor | None, ...]:
         """Of q, k and v."""
         places = into or (None, None, None)
         return tuple(
-            (_empty(self._rows.gradient(tensor), tensor.dtype, tensor.device) if place is None else place)
-            if wanted
-            else None
+            (tensor.new_empty_strided(*self._rows.gradient(tensor)) if place is None else place) if wanted else None
             for tensor, wanted, place in zip(
                 (saved.q, saved.k, saved.v), (needed.q, needed.k, needed.v), places, strict=True
             )
@@ -216,6 +214,7 @@ class _SignPlan:
     """Kernels fold the scale into an fp32 exponent, where it must be positive: a sign, or a zero, is moved into q."""
 
     gradient_refusal: str | None = None
+    sizes: tuple[tuple[int, ...], ...] = ()
 
     def __init__(self, call: Call, scale: float) -> None:
         self.call = call

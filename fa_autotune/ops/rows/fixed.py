@@ -1,6 +1,5 @@
 """Rows of fixed lengths: tensors (batch, seqlen, heads, head_dim), or with heads before seqlen."""
 
-from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +40,7 @@ class FixedRows:
         self._rows_first = layout == BSHD
         self._stored_rows_first = layout == BHSD_STORED_AS_BSHD
 
-    def key(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call) -> Hashable:
+    def key(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call) -> tuple[Any, ...]:
         """Everything but numbers that kernels take at run time."""
         index = q.get_device()
         key: tuple[Any, ...] = (
@@ -111,8 +110,8 @@ class FixedRows:
         """out as q's axes are ordered, dense in the call's layout; lse (batch, num_q_heads, seqlen_q), contiguous."""
         batch_size, second, third, _ = q.shape
         heads, seqlen_q = (third, second) if self._rows_first else (second, third)
-        lse = (batch_size, heads, seqlen_q), (heads * seqlen_q, seqlen_q, 1)
-        return Results(self._dense(batch_size, second, third, v.shape[3]), lse)
+        out = self._dense(batch_size, second, third, v.shape[3])
+        return Results(*out, (batch_size, heads, seqlen_q), (heads * seqlen_q, seqlen_q, 1))
 
     def gradient(self, tensor: Tensor) -> Geometry:
         """Dense in the call's layout."""
@@ -135,8 +134,10 @@ class FixedRows:
         """The tensors' own extents."""
         left, right = call.window
         left_diagonal, diagonal = bounds
-        batch_size, heads, seqlen_q, _ = self.view(q).shape
-        _, kv_heads, seqlen_k, _ = self.view(k).shape
+        batch_size, heads, seqlen_q, _ = q.shape
+        _, kv_heads, seqlen_k, _ = k.shape
+        if self._rows_first:
+            heads, seqlen_q, kv_heads, seqlen_k = seqlen_q, heads, seqlen_k, kv_heads
         return AttentionShape(
             batch_size=batch_size,
             num_q_heads=heads,

@@ -4,7 +4,6 @@ Lengths stay on the device, in cu_seqlens. The number of sequences and the total
 powers of two they and the mean lengths lie: a stream of ever new totals makes few plans.
 """
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ class PackedRows:
     stack_axis = 1
     is_packed = True
 
-    def key(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call) -> Hashable:
+    def key(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call) -> tuple[Any, ...]:
         """Everything but numbers, totals, and how many sequences there are; what these must keep is checked."""
         slopes, sinks, _, seed, cu_seqlens_q, cu_seqlens_k = extras
         if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -161,7 +160,7 @@ class PackedRows:
         """out (total_q, num_q_heads, head_dim_v) and lse (num_q_heads, total_q), contiguous."""
         total, heads, _ = q.shape
         columns = v.shape[2]
-        return Results(((total, heads, columns), (heads * columns, columns, 1)), ((heads, total), (total, 1)))
+        return Results((total, heads, columns), (heads * columns, columns, 1), (heads, total), (total, 1))
 
     def gradient(self, tensor: Tensor) -> Geometry:
         """Contiguous."""

@@ -1,6 +1,5 @@
 """What a kind of rows is: all that calls on tensors of a fixed length and on packed sequences do differently."""
 
-from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -17,8 +16,10 @@ Bounds = tuple[int | None, int | None]  # (left diagonal, diagonal), None where 
 class Results(NamedTuple):
     """Where a forward's results lie."""
 
-    out: Geometry
-    lse: Geometry
+    out_size: tuple[int, ...]
+    out_strides: tuple[int, ...]
+    lse_size: tuple[int, ...]
+    lse_strides: tuple[int, ...]
 
 
 class Workspaces(NamedTuple):
@@ -35,7 +36,7 @@ class Rows(Protocol):
     stack_axis: int  # along which q, k and v, or k and v, are stacked in one tensor
     is_packed: bool
 
-    def key(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call) -> Hashable:
+    def key(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call) -> tuple[Any, ...]:
         """Calls with equal keys share a plan, but for the numbers of `call`. Raises as `check` for what has no key."""
         ...
 
