@@ -13,8 +13,8 @@ import pytest
 
 from fa_autotune import paths
 from fa_autotune.database import TuningDatabase
+from fa_autotune.dispatch.shipped_kernels import shipped_files
 from fa_autotune.dispatch.winners import Source, load_snapshot
-from fa_autotune.kernels.render import render
 
 
 def build(kind: str, folder: Path, checkout: Path) -> Path:
@@ -128,10 +128,11 @@ def test_a_checkout_knows_its_own_folders(checkout: Path) -> None:
 
 def test_the_shipped_kernels_are_those_of_the_packs_winners(checkout: Path) -> None:
     packs = sorted(paths.packs_dir().glob("*.db"))
-    winners = [row.candidate for row in load_snapshot(paths.database_path(), packs).rows if row.source is Source.PACK]
-    rendered = {source.name + ".py": source.text for source in map(render, winners)}
-    shipped = {path.name: path.read_text() for path in (checkout / "kernels_generated").glob("*.py")}
-    assert shipped == rendered  # `fa-autotune render --winners` makes them so
+    winners = [row for row in load_snapshot(paths.database_path(), packs).rows if row.source is Source.PACK]
+    folder = checkout / "kernels_generated"
+    found = {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.*")}
+    found.pop("README.md")
+    assert found == shipped_files(winners)  # `fa-autotune render --winners` makes them so
 
 
 def test_each_pack_has_a_text_export_for_reviews(checkout: Path) -> None:

@@ -9,9 +9,10 @@ import click
 from fa_autotune.cli.render import render_call
 from fa_autotune.cli.terminal import say
 from fa_autotune.dispatch.dispatcher import Dispatcher
+from fa_autotune.dispatch.shipped_kernels import find_shipped
 from fa_autotune.dispatch.winners import load_snapshot
 from fa_autotune.errors import FaAutotuneError
-from fa_autotune.paths import database_path, pack_paths
+from fa_autotune.paths import database_path, pack_paths, shipped_kernels_dir
 from fa_autotune.problem.device import INTERPRETER, INTERPRETER_ARCH, KNOWN_DEVICES, DeviceSpec, known_device
 from fa_autotune.problem.problem import AttentionProblem
 
@@ -57,20 +58,36 @@ def explain_command(
     dispatcher = Dispatcher(device=device, triton_version=triton_version or _installed_triton(), load=lambda: snapshot)
     choice = dispatcher.backward_choice(problem, unordered=problem.family.unordered) if backward else None
     decisions = [dispatcher.peek(one) for one in (choice.problems if choice else (problem,))]
+    files = [find_shipped(decision.candidate, shipped_kernels_dir()) for decision in decisions]
     if as_json:
-        found = [decision.as_json() for decision in decisions]
+        found = [
+            {**decision.as_json(), "file": None if file is None else str(file)}
+            for decision, file in zip(decisions, files, strict=True)
+        ]
         values = {"backward": choice.way, "reason": choice.reason, "kernels": found} if choice else found[0]
         notes = {"notes": list(snapshot.notes), "snapshot": snapshot.content_hash, "device": device.name}
         click.echo(json.dumps({**values, **notes}, indent=2))
         return
     if choice:
         say(choice.describe())
-    for decision in decisions:
+    for decision, file in zip(decisions, files, strict=True):
         say(decision.describe())
         # Not broken into lines, to be copied.
-        click.echo(f"  source  {render_call(decision.problem.label if choice else problem_text, decision.candidate)}")
+        click.echo(f"  source  {render_call(_as_asked(decision.problem, problem_text), decision.candidate)}")
+        if file is not None:
+            click.echo(f"  file    {_seen_from_here(file)}")
     for note in snapshot.notes:
         say(f"  note    {note}")
+
+
+def _as_asked(problem: AttentionProblem, text: str) -> str:
+    """The user's own text where it says this problem, else its label: of a pass, or with other bounds than he gave."""
+    return text if AttentionProblem.parse(text) == problem else problem.label
+
+
+def _seen_from_here(path: Path) -> Path:
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def _device(name: str) -> DeviceSpec:

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -13,7 +13,7 @@ from fa_autotune.problem.device import DeviceSpec, known_device
 from fa_autotune.problem.family import AttentionFamily
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.space.candidate import Candidate, Variant
-from fa_autotune.space.config import KernelConfig
+from fa_autotune.space.config import KernelConfig, with_knobs
 from fa_autotune.space.registry import VARIANTS, VariantSpec, variant_spec
 from fa_autotune.space.seeds import default_config
 from fa_autotune.space.support import GLUON_TRITONS
@@ -37,7 +37,9 @@ DEFAULT_DEVICE = "h200"
 )
 @click.option("--config", metavar="JSON", default="{}", help="Knobs that differ from the untuned default.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file instead.")
-@click.option("--winners", is_flag=True, help="Write the kernels of all packs' winners to kernels_generated/.")
+@click.option(
+    "--winners", is_flag=True, help="Write the kernels of all packs' winners, and an index, to kernels_generated/."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: the kernel and its config, or the files written.")
 def render_command(
     *,
@@ -51,7 +53,7 @@ def render_command(
 ) -> None:
     """Print one generated kernel, or write the shipped winners'.
 
-    Without --config it is the variant's untuned kernel. The last line of `fa-autotune explain` is the command that
+    Without --config it is the variant's untuned kernel. What `fa-autotune explain` calls source is the command that
     prints the kernel that a call would run. Nothing is compiled or run.
     """
     if (problem is None) != winners:
@@ -102,15 +104,15 @@ def render_call(problem: str, candidate: Candidate) -> str:
 
 
 def write_winners() -> list[Path]:
-    """Make the checkout's kernels_generated/ hold the kernels of the packs' winners and no other."""
+    """Make the checkout's kernels_generated/ hold the kernels of the packs' winners and no other, and their index."""
+    from fa_autotune.dispatch.shipped_kernels import write_shipped
     from fa_autotune.dispatch.winners import Source, load_snapshot
-    from fa_autotune.kernels.modules import write_exactly
 
     folder = paths.shipped_kernels_dir()
     if not folder.is_dir():
         raise FaAutotuneError(f"{folder} is not there: --winners is for a checkout; give --problem to print a kernel")
     snapshot = load_snapshot(paths.database_path(), paths.pack_paths())
-    return write_exactly((row.candidate for row in snapshot.rows if row.source is Source.PACK), folder)
+    return write_shipped([row for row in snapshot.rows if row.source is Source.PACK], folder)
 
 
 def read_config(text: str, *, spec: VariantSpec, family: AttentionFamily, arch: str) -> KernelConfig:
@@ -122,4 +124,4 @@ def read_config(text: str, *, spec: VariantSpec, family: AttentionFamily, arch: 
     known = [knob.name for knob in spec.knobs]
     if not isinstance(knobs, dict) or not knobs.keys() <= set(known):
         raise InvalidConfigError(f"--config {text!r} is not an object of knobs of {spec.variant}: {', '.join(known)}")
-    return replace(default_config(spec, family, arch), **knobs)
+    return with_knobs(default_config(spec, family, arch), knobs)

@@ -8,16 +8,14 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from fa_autotune.errors import CompileError, FaAutotuneError
-from fa_autotune.kernels.render import KernelSource, render
+from fa_autotune.kernels.render import KernelSource
 from fa_autotune.kernels.triton_private import compile_kernel
 from fa_autotune.paths import cache_dir
-from fa_autotune.space.candidate import Candidate
 
 _import_lock = threading.Lock()
 
@@ -35,7 +33,7 @@ def write_module(source: KernelSource, folder: Path) -> Path:
     path = folder / f"{source.name}.py"
     try:
         if not (path.is_file() and path.read_text() == source.text):
-            _write_whole(path, source.text)
+            write_whole(path, source.text)
     except OSError as error:
         raise FaAutotuneError(
             f"{path} can't be written ({error.strerror}), and Triton compiles from files only; make {folder} "
@@ -44,7 +42,8 @@ def write_module(source: KernelSource, folder: Path) -> Path:
     return path
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Write a file in a folder that is made if need be; readers see the old text or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
     try:
@@ -54,15 +53,6 @@ def _write_whole(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-
-
-def write_exactly(candidates: Iterable[Candidate], folder: Path) -> list[Path]:
-    """Make a folder hold the generated modules of these candidates and no other; gives their paths, sorted by name."""
-    sources = {source.name: source for source in map(render, candidates)}
-    written = [write_module(sources[name], folder) for name in sorted(sources)]
-    for stale in set(folder.glob("*.py")) - set(written):
-        stale.unlink()
-    return written
 
 
 def load_module(path: Path) -> ModuleType:

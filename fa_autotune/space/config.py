@@ -5,8 +5,8 @@ Fields in upper case become constants of the generated module, those in lower ca
 
 import dataclasses
 import json
-from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -268,16 +268,22 @@ def config_from_key(kind: type[ConfigT], key: str) -> ConfigT:
     if not needed <= values.keys() <= known:
         wrong = sorted((values.keys() - known) | (needed - values.keys()))
         raise InvalidConfigError(f"{key!r} has missing or unknown entries: {', '.join(wrong)}")
-    if "SCHEDULE" in values:
-        values["SCHEDULE"] = _schedule(values["SCHEDULE"])
-    return kind(**values)
+    return kind(**_typed(values))
 
 
-def _schedule(value: Any) -> Schedule:
+def with_knobs(config: ConfigT, values: Mapping[str, Any]) -> ConfigT:
+    """A config with other values of some of its fields, as JSON has them; InvalidConfigError."""
+    return replace(config, **_typed(values))
+
+
+def _typed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of fields as JSON has them, and its word for a schedule as one."""
+    if "SCHEDULE" not in values:
+        return dict(values)
     try:
-        return Schedule(value)
+        return {**values, "SCHEDULE": Schedule(values["SCHEDULE"])}
     except ValueError:
-        raise InvalidConfigError(f"SCHEDULE={value!r} is not one of: {', '.join(Schedule)}") from None
+        raise InvalidConfigError(f"SCHEDULE={values['SCHEDULE']!r} is not one of: {', '.join(Schedule)}") from None
 
 
 _LAUNCH_LETTERS = (("w", "num_warps"), ("s", "num_stages"))

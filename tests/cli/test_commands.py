@@ -304,12 +304,12 @@ def test_render_refuses_a_config_with_the_rule(config: str, says: str) -> None:
 def test_render_writes_exactly_the_winners_of_the_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = replace(winner_on("h200", tmp_path / "pack.db"), source=Source.PACK)
     mine = replace(row, source=Source.USER, problem=AttentionProblem.parse("1x1x1x64x64x64"))
-    (tmp_path / "fwd_of_an_older_pack.py").touch()
     monkeypatch.setattr("fa_autotune.paths.shipped_kernels_dir", lambda: tmp_path)
     monkeypatch.setattr("fa_autotune.dispatch.winners.load_snapshot", lambda *_: Snapshot(rows=(row, mine)))
-    source = render(row.candidate)
-    assert json.loads(run("render", "--winners", "--json").stdout) == [str(tmp_path / f"{source.name}.py")]
-    assert {path.name: path.read_text() for path in tmp_path.glob("*.py")} == {f"{source.name}.py": source.text}
+    kernel, index = map(Path, json.loads(run("render", "--winners", "--json").stdout))
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == [index, kernel]
+    assert kernel.read_text() == render(row.candidate).text
+    assert kernel.relative_to(tmp_path).as_posix() in index.read_text()
 
 
 def test_render_writes_winners_in_a_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,21 +1,17 @@
-"""Generated modules on disk: written once and whole, imported once, and a folder that holds exactly what it should."""
+"""Generated modules on disk: written once and whole, and imported once."""
 
 import hashlib
 import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fa_autotune.errors import CompileError, FaAutotuneError
-from fa_autotune.kernels.modules import candidates_dir, load_module, write_exactly, write_module
-from fa_autotune.kernels.render import KernelSource, render
-from fa_autotune.problem.family import AttentionFamily, DType
-from fa_autotune.space.candidate import Candidate, Variant
-from fa_autotune.space.config import PortableFwdConfig
+from fa_autotune.kernels.modules import candidates_dir, load_module, write_module
+from fa_autotune.kernels.render import KernelSource
 
 LONG_AGO_S = 1_000_000_000
 
@@ -23,15 +19,6 @@ LONG_AGO_S = 1_000_000_000
 def make_source(text: str = "VALUE = 1\n") -> KernelSource:
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return KernelSource(text=text, digest=digest, name=f"fwd_{digest}")
-
-
-def make_candidates(count: int) -> list[Candidate]:
-    family = AttentionFamily(dtype=DType.BFLOAT16, head_dim=64, head_dim_v=64, bounded_right=True)
-    config = PortableFwdConfig(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1)
-    return [
-        Candidate(family=family, variant=Variant.PORTABLE, config=replace(config, num_stages=1 + place))
-        for place in range(count)
-    ]
 
 
 def names(folder: Path) -> set[str]:
@@ -102,29 +89,6 @@ class TestWriteModule:
             paths = list(pool.map(lambda _: write_module(source, tmp_path), range(32)))
         assert names(tmp_path) == {paths[0].name}
         assert paths[0].read_text() == source.text
-
-
-class TestWriteExactly:
-    def test_writes_a_module_for_each_candidate(self, tmp_path: Path) -> None:
-        paths = write_exactly(make_candidates(3), tmp_path)
-        assert {path.stem for path in paths} == {render(candidate).name for candidate in make_candidates(3)}
-
-    def test_gives_the_paths_sorted_whatever_the_order(self, tmp_path: Path) -> None:
-        forwards = write_exactly(make_candidates(3), tmp_path)
-        assert forwards == sorted(forwards) == write_exactly(reversed(make_candidates(3)), tmp_path)
-
-    def test_removes_modules_of_other_candidates(self, tmp_path: Path) -> None:
-        write_exactly(make_candidates(3), tmp_path)
-        (kept,) = write_exactly(make_candidates(1), tmp_path)
-        assert names(tmp_path) == {kept.name}
-
-    def test_keeps_what_is_no_module(self, tmp_path: Path) -> None:
-        (tmp_path / "README.md").write_text("kernels\n")
-        write_exactly([], tmp_path)
-        assert names(tmp_path) == {"README.md"}
-
-    def test_writes_one_module_for_candidates_of_one_kernel(self, tmp_path: Path) -> None:
-        assert len(write_exactly([*make_candidates(1), *make_candidates(1)], tmp_path)) == 1
 
 
 class TestLoadModule:

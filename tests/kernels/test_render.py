@@ -367,7 +367,11 @@ def test_another_hash_seed_gives_the_same_bytes(checkout: Path) -> None:
         "import test_render as t\n"
         "print(*(t.render(candidate).digest for candidate in t.GOLDEN_CASES.values()), sep='\\n')"
     )
-    environ = {**os.environ, "PYTHONHASHSEED": "4711", "PYTHONPATH": os.pathsep.join([str(checkout), "tests"])}
+    environ = {
+        **os.environ,
+        "PYTHONHASHSEED": "4711",
+        "PYTHONPATH": os.pathsep.join([str(checkout), "tests", "tests/kernels"]),
+    }
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=checkout, env=environ, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [render(candidate).digest for candidate in GOLDEN_CASES.values()]

@@ -21,6 +21,7 @@ from fa_autotune.space.config import (
     config_from_key,
     config_key,
     config_label,
+    with_knobs,
 )
 from kit.strategies import candidates, json_values
 
@@ -60,6 +61,23 @@ def test_a_key_with_another_schedule_is_refused(value: object) -> None:
     key = json.dumps({**json.loads(config_key(HOPPER)), "SCHEDULE": value})
     with pytest.raises(InvalidConfigError, match="is not one of: single, tile, persistent, pipelined"):
         config_from_key(HopperWsFwdConfig, key)
+
+
+@given(candidates(), candidates())
+def test_a_config_takes_knobs_as_json_has_them(one: Candidate, other: Candidate) -> None:
+    if type(one.config) is type(other.config):
+        assert with_knobs(one.config, json.loads(json.dumps(asdict(other.config)))) == other.config
+
+
+def test_a_schedule_is_taken_by_its_word() -> None:
+    config = with_knobs(HOPPER, {"SCHEDULE": "persistent", "OWN_OUT": True})
+    assert config == replace(HOPPER, SCHEDULE=Schedule.PERSISTENT, OWN_OUT=True)
+
+
+@pytest.mark.parametrize("value", ["tiles", None, ["tile"]])
+def test_a_word_that_is_no_schedule_is_refused(value: object) -> None:
+    with pytest.raises(InvalidConfigError, match="is not one of: single, tile, persistent, pipelined"):
+        with_knobs(HOPPER, {"SCHEDULE": value})
 
 
 @pytest.mark.parametrize(
