@@ -1,7 +1,8 @@
 """Template and config → the text of a generated module. Pure: nothing is written here.
 
 Jinja decides the program's structure; numbers become named constants at the top of the module. Every value that
-reaches a template is a validated int, bool, enum or None of our own dataclasses, never a string from outside.
+reaches a template is a validated int, bool, enum or None of our own dataclasses, or text that `arguments` makes of
+them; never a string from outside.
 """
 
 import hashlib
@@ -10,15 +11,15 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from fa_autotune.errors import TemplateError
+from fa_autotune.kernels.arguments import argument_rows
+from fa_autotune.kernels.pieces import pieces_of
 from fa_autotune.paths import templates_dir
-from fa_autotune.problem.family import AttentionFamily, DType
-from fa_autotune.problem.passes import TENSORS, Extent, Pass
 from fa_autotune.space.candidate import Candidate, CompileForm
 from fa_autotune.space.config import (
     config_key,
     config_label,
 )
-from fa_autotune.space.estimates import WIDEST_PIECE, head_dim_pieces, part_columns, value_parts
+from fa_autotune.space.estimates import part_columns, value_parts
 from fa_autotune.space.registry import compile_form, variant_spec
 from fa_autotune.space.workspace import DQ_LANES, PART_COLUMNS, ROWS_PER_TURN, STATISTIC_ROWS, fused_tile
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     import jinja2
 
 DIGEST_CHARACTERS = 16
-_TRITON_DTYPES = {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,39 +36,6 @@ class KernelSource:
     text: str
     digest: str
     name: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadDimPiece:
-    """Columns start … end−1 of a head dim, covered by a tile of `width` columns."""
-
-    start: int
-    end: int
-    width: int
-
-    @property
-    def padded(self) -> bool:
-        """True if the tile is wider than the columns it covers."""
-        return self.end - self.start < self.width
-
-
-def pieces(head_dim: int, widest: int) -> tuple[HeadDimPiece, ...]:
-    """The tiles that cover a head dim."""
-    covered, start = [], 0
-    for width in head_dim_pieces(head_dim, widest):
-        covered.append(HeadDimPiece(start=start, end=min(start + width, head_dim), width=width))
-        start += width
-    return tuple(covered)
-
-
-def part_pieces(family: AttentionFamily, widest: int) -> tuple[HeadDimPiece, ...]:
-    """The tiles that cover a part of head_dim_v; `end` as in the last part, which may end before its tiles do."""
-    columns = part_columns(family)
-    last = family.head_dim_v - (value_parts(family) - 1) * columns
-    return tuple(
-        HeadDimPiece(start=piece.start, end=max(piece.start, min(piece.end, last)), width=piece.width)
-        for piece in pieces(columns, widest)
-    )
 
 
 def render(candidate: Candidate) -> KernelSource:
@@ -82,18 +49,7 @@ def render(candidate: Candidate) -> KernelSource:
             f"{type(config).__name__} is no config of the {candidate.variant} variant: "
             f"it takes {spec.config_type.__name__}"
         )
-    aligned = compile_form(family) is CompileForm.ALIGNED
-    last = "" if aligned else "d"
-    widest = getattr(config, "HEAD_DIM_PIECE", WIDEST_PIECE)
-    tile = fused_tile(family)
-    axes_of = {
-        "o" if name == "out" else name: (
-            ("" if family.varlen else "b") + ("hn" if TENSORS[name].rows is Extent.KEYS else "hm") + last
-        )
-        for name in family.kernel_pass.spec.strided
-    }
-    is_padded = family.kernel_pass is Pass.BWD_FUSED  # to columns that its tile says
-    columns = (tile.columns, tile.v_columns) if is_padded else (family.head_dim, family.head_dim_v)
+    tile, (qk_pieces, v_pieces) = fused_tile(family), pieces_of(candidate)
     try:
         body = (
             _environment()
@@ -101,13 +57,12 @@ def render(candidate: Candidate) -> KernelSource:
             .render(
                 family=family,
                 config=config,
-                qk_pieces=pieces(columns[0], widest),
-                v_pieces=pieces(columns[1], widest) if value_parts(family) == 1 else part_pieces(family, widest),
+                rows=argument_rows(candidate),
+                qk_pieces=qk_pieces,
+                v_pieces=v_pieces,
                 v_parts=value_parts(family),
                 v_part_columns=part_columns(family),
-                aligned=aligned,
-                strides=axes_of,
-                triton_dtype=_TRITON_DTYPES[family.dtype],
+                aligned=compile_form(family) is CompileForm.ALIGNED,
                 itemsize=family.dtype.itemsize,
                 tile=tile,
                 statistic_rows=STATISTIC_ROWS,
