@@ -18,7 +18,8 @@ from fa_autotune.evaluation.probes import probes
 from fa_autotune.evaluation.verify import verify
 from fa_autotune.kernels.compiler import CompileResult
 from fa_autotune.kernels.loaded import load_kernel
-from fa_autotune.kernels.render import part_pieces, render
+from fa_autotune.kernels.pieces import part_pieces
+from fa_autotune.kernels.render import render
 from fa_autotune.ops import kernel_plan
 from fa_autotune.problem.device import INTERPRETER, KNOWN_DEVICES, DeviceSpec
 from fa_autotune.problem.family import Access, AttentionFamily, DType, strongest_access
