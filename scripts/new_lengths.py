@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Host time and memory of calls that were never made before: new lengths, and new numbers on known tensors.
 
-Each call is timed by itself, with the GPU idle; the first calls of a case are left out, and so is a call that loads a
-kernel (longer than LOAD_MS), which is counted. Memory is what tracemalloc and the process's resident set say has grown
-for each length that came.
+Calls come one after another, BURST of them before the GPU is waited for, each timed by itself; and each alone, with the
+GPU idle before and after, when the processor's caches are cold. The first calls of a case are left out, and so is a call
+that loads a kernel (longer than LOAD_MS), which is counted. Memory is what tracemalloc and the process's resident set
+say has grown for each length that came.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from fa_autotune import attention, attention_varlen
 
 LOAD_MS = 8.0
 WARM_CALLS = 40
+BURST = 20
 
 Call = Callable[[], Any]
 
@@ -100,25 +102,35 @@ NUMBERS: dict[str, dict[str, Callable[[int], Any]]] = {
 }
 
 
-def timed_us(call: Call) -> float:
+def times_us(calls: Iterator[Call], burst: int) -> list[float]:
+    """Host time of each call; the tensors of a burst are made before it."""
+    times = []
+    while together := list(itertools.islice(calls, burst)):
+        torch.cuda.synchronize()
+        for call in together:
+            start = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - start) * 1e6)
     torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    elapsed = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return elapsed * 1e6
+    return times
 
 
 def row_of(name: str, calls: Iterator[Call]) -> dict[str, Any]:
-    """The median, p20 and p80 of a case's calls after the first ones."""
+    """The median, p20 and p80 of a case's calls after the first ones, in bursts and alone."""
     gc.collect()
     gc.disable()
-    times = [timed_us(call) for call in calls][WARM_CALLS:]
+    times_us(itertools.islice(calls, WARM_CALLS), BURST)
+    in_bursts, alone = list[float](), list[float]()
+    while together := list(itertools.islice(calls, 2 * BURST)):
+        in_bursts += times_us(iter(together[:BURST]), BURST)
+        alone += times_us(iter(together[BURST:]), 1)
     gc.enable()
-    loads = [one for one in times if one > LOAD_MS * 1000]
-    times = [one for one in times if one <= LOAD_MS * 1000]
-    p20, *_, p80 = statistics.quantiles(times, n=5)
-    return {"case": name, "median_us": statistics.median(times), "p20_us": p20, "p80_us": p80, "loads": len(loads)}
+    row: dict[str, Any] = {"case": name, "loads": sum(one > LOAD_MS * 1000 for one in in_bursts + alone)}
+    for prefix, times in (("", in_bursts), ("alone_", alone)):
+        times = [one for one in times if one <= LOAD_MS * 1000]
+        p20, *_, p80 = statistics.quantiles(times, n=5)
+        row |= {f"{prefix}median_us": statistics.median(times), f"{prefix}p20_us": p20, f"{prefix}p80_us": p80}
+    return row
 
 
 def resident_bytes() -> int:
@@ -183,7 +195,8 @@ def main() -> None:
     print(", ".join(f"{name} {value}" for name, value in found["environment"].items()))
     for row in found["rows"]:
         spread = f"({row['p20_us']:.1f} … {row['p80_us']:.1f})"
-        print(f"{row['case']:48}{row['median_us']:9.1f} us  {spread:24} {row['loads']} loads apart")
+        alone = f"alone {row['alone_median_us']:.1f}"
+        print(f"{row['case']:48}{row['median_us']:9.1f} us  {spread:24} {alone:16} {row['loads']} loads apart")
     for name, grown in found["memory_per_length"].items():
         print(f"{name:48}{grown['python_bytes']:9.0f} bytes of Python, {grown['resident_bytes']:.0f} resident")
 

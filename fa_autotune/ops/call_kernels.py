@@ -84,13 +84,12 @@ def _family_of(
 class CallKernels:
     """What a call's kernels are chosen by, and what they are told beside tensors."""
 
-    __slots__ = ("_bounds", "_scale", "call", "family", "home", "rows", "shape")
+    __slots__ = ("_bounds", "call", "family", "home", "rows", "shape")
 
     def __init__(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call) -> None:
         self.call = call
         self.rows = rows
         self.home = _home_of(q.device, q.dtype)
-        self._scale = call.scale_for(q)
         self._bounds: Bounds = rows.bounds(call, q, k)
         self.family: AttentionFamily = self._family(q, k, v, extras)
         self.shape: AttentionShape = rows.shape(call, self._bounds, q, k, extras)
@@ -136,7 +135,7 @@ class CallKernels:
         taken += [rows.extra(name, getattr(extras, name)) for name in family.extra_tensors]
         left_diagonal, diagonal = self._bounds
         values = {
-            "softmax_scale": self._scale,
+            "softmax_scale": self.family.head_dim**-0.5 if self.call.softmax_scale is None else self.call.softmax_scale,
             "diagonal": diagonal,
             "left_diagonal": left_diagonal,
             "softcap": self.call.softcap,

@@ -47,6 +47,20 @@ class KernelPlan(CallKernels):
         self._given = None if extras is NO_EXTRAS or rows.is_packed else _kinds(extras)
         self.siblings: dict[Call, Plan] | None = None
 
+    def serves(self, call: Call) -> bool:
+        """Whether the same kernels are chosen for a call on the same tensors: what else it says is no number of theirs."""
+        mine = self.call
+        return call.window == mine.window and (call.softcap != 0.0) is (mine.softcap != 0.0)
+
+    def with_numbers(self, call: Call) -> "KernelPlan":
+        """A plan for the same tensors and other numbers, which `serves` has passed."""
+        plan = object.__new__(KernelPlan)
+        plan.call, plan.rows, plan.home, plan.family, plan.shape = call, self.rows, self.home, self.family, self.shape
+        plan._bounds, plan._forward_kernel, plan._results = self._bounds, self._forward_kernel, self._results
+        plan._launch = plan._backwards = plan.siblings = None
+        plan._given = self._given
+        return plan
+
     @property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
         """Sizes and strides of its results, where lengths are its own."""

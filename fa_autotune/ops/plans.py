@@ -80,7 +80,7 @@ def _other_plan(
     if plan is None:
         if known is None:
             rows.check(q, k, v, extras, call)
-        plan = _new_plan(rows, q, k, v, extras, call)
+        plan = _new_plan(rows, q, k, v, extras, call, known)
     with _lock:
         if known is not None:
             siblings = known.siblings or {known.call: known}
@@ -102,8 +102,8 @@ def _compact(key: tuple[Any, ...], sizes: tuple[tuple[int, ...], ...]) -> tuple[
     return tuple([shared.setdefault(tuple(part), tuple(part)) if isinstance(part, tuple) else part for part in key])
 
 
-def _new_plan(rows: Rows, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call) -> Plan:
-    """For tensors that were checked."""
+def _new_plan(rows: Rows, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call, known: Plan | None) -> Plan:
+    """For tensors that were checked; `known` is for the same ones."""
     scale = call.softmax_scale
     if scale is not None:
         check_scale(scale)
@@ -115,6 +115,8 @@ def _new_plan(rows: Rows, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call:
     if scale is not None and not MIN_SCALE <= scale <= MAX_SCALE:
         return _SignPlan(call, scale)
     if call.runs != REFERENCE and runs_kernels(q):
+        if isinstance(known, KernelPlan) and known.serves(call):
+            return known.with_numbers(call)
         return KernelPlan(rows, q, k, v, extras, call)
     if call.runs != REFERENCE:
         with _lock:  # once, however many threads come first
