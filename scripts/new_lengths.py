@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Host time and memory of calls that were never made before: new lengths, and new numbers on known tensors.
 
-Calls come one after another, BURST of them before the GPU is waited for, each timed by itself; and each alone, with the
-GPU idle before and after, when the processor's caches are cold. The first calls of a case are left out, and so is a call
-that loads a kernel (longer than LOAD_MS), which is counted. Memory is what tracemalloc and the process's resident set
-say has grown for each length that came.
+Calls come one after another, BURST of them before the GPU is waited for, each timed by itself; and each alone, with
+the GPU idle before and after, when the processor's caches are cold. The first calls of a case are left out, and so is a
+call that loads a kernel (longer than LOAD_MS), which is counted. Memory is what tracemalloc and the process's resident
+set say has grown for each length that came.
 """
 
 import argparse

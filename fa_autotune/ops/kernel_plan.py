@@ -48,7 +48,7 @@ class KernelPlan(CallKernels):
         self.siblings: dict[Call, Plan] | None = None
 
     def serves(self, call: Call) -> bool:
-        """Whether the same kernels are chosen for a call on the same tensors: what else it says is no number of theirs."""
+        """Whether the same kernels are chosen for a call on the same tensors: but for window and cap, they are."""
         mine = self.call
         return call.window == mine.window and (call.softcap != 0.0) is (mine.softcap != 0.0)
 
