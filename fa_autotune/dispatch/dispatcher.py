@@ -210,12 +210,10 @@ class Dispatcher:
         Those that know no keys are a few per cent of a way: the time on another shape will do for them, or none, and
         that they were timed in CUDA graphs where long kernels were timed by events.
         """
-        # The others first: most often they decide, and quickly.
-        longest_first = sorted(problems, key=lambda problem: problem.family.kernel_pass in KEYLESS_PASSES)
         times: list[float] = []
-        for problem in longest_first:
-            choices, is_short = self._choices(problem.family), problem.family.kernel_pass in KEYLESS_PASSES
-            found = choices.find(problem.shape) if is_short else choices.find_exact(problem.shape)
+        for problem in sorted(problems, key=_is_short):  # most often a long one decides, and quickly
+            choices = self._choices(problem.family)
+            found = choices.find(problem.shape) if _is_short(problem) else choices.find_exact(problem.shape)
             if found is None:
                 return None
             times.append(found.median_ms or 0.0)
@@ -278,6 +276,10 @@ def _problems_of(way: BackwardWay, call: AttentionProblem) -> tuple[AttentionPro
         return tuple(call.for_pass(one) for one in SPLIT_BACKWARD)
     is_free = way is BackwardWay.FUSED_UNORDERED
     return tuple(call.for_pass(one, unordered=is_free and one is Pass.BWD_FUSED) for one in FUSED_BACKWARD)
+
+
+def _is_short(problem: AttentionProblem) -> bool:
+    return problem.family.kernel_pass in KEYLESS_PASSES
 
 
 def _keep(memory: dict[Key, Value], key: Key, value: Value, most: int) -> None:

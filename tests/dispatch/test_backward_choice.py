@@ -74,6 +74,7 @@ def test_where_all_kernels_were_measured_the_fastest_way_wins(
     measured = dispatcher(*all_winners(call, fused_ms=fused_ms, split_ms=split_ms, unordered_ms=unordered_ms))
     assert measured.backward(call) == problems_of(ordered, call)
     assert measured.backward(call, unordered=True) == problems_of(any_order, call)
+    assert (measured.backward_way(call), measured.backward_way(call, unordered=True)) == (ordered, any_order)
 
 
 def test_the_sum_decides_and_not_the_largest_kernel() -> None:

@@ -1,11 +1,16 @@
-"""What a process remembers: its decisions, what it has told, and what it missed."""
+"""What a process remembers and chooses, what it has told, and what it missed."""
 
 import logging
+import random
 import sqlite3
+import sys
 import threading
+import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import FrameType
 
 import pytest
 
@@ -16,7 +21,7 @@ from fa_autotune.dispatch.winners import Snapshot
 from fa_autotune.errors import NoKernelError
 from fa_autotune.problem.device import INTERPRETER
 from fa_autotune.problem.problem import AttentionProblem
-from kit.winners import H200, PROBLEM, T4, TRITON, dispatcher, winner
+from kit.winners import A100, H100, H200, PORTABLE, PROBLEM, T4, TMA, TRITON, dispatcher, winner
 
 # --- decisions --------------------------------------------------------------------------------------------------------
 
@@ -82,6 +87,14 @@ def test_memory_of_decisions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     assert MAX_REMEMBERED > 1000
 
 
+def test_memory_of_families_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fa_autotune.dispatch.dispatcher.MAX_REMEMBERED_FAMILIES", 4)
+    remembering = dispatcher()
+    for head_dim in range(16, 256, 8):
+        remembering.choose(AttentionProblem.parse(f"1x8x8x512x512x{head_dim}"))
+    assert len(remembering._families) == 4
+
+
 def test_a_problem_that_no_variant_serves_fails_the_same_way_again() -> None:
     turing = dispatcher(device=T4)
     messages = set()
@@ -127,6 +140,114 @@ def test_tuned_problem_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fa_autotune"):
         dispatcher(winner()).decide(PROBLEM)
     assert not caplog.records
+
+
+# --- choices ----------------------------------------------------------------------------------------------------------
+
+
+def lengths(*numbers: int) -> list[AttentionProblem]:
+    return [replace(PROBLEM, shape=replace(PROBLEM.shape, seqlen_q=n, seqlen_k=n)) for n in numbers]
+
+
+def test_a_choice_is_what_is_explained() -> None:
+    chosen = dispatcher(winner(), winner("4x32x8x64x64x128,causal", TMA, triton="3.6.0"))
+    for problem in lengths(4096, 3000, 64, 100, 1):
+        choice, decision = chosen.choose(problem), chosen.decide(problem)
+        assert (choice.candidate, choice.origin, choice.stale) == (decision.candidate, decision.origin, decision.stale)
+        assert (choice.source, choice.median_ms, choice.row) == (decision.source, decision.median_ms, decision.row)
+
+
+def test_shapes_that_a_winner_serves_get_the_same_objects() -> None:
+    row = winner(config=replace(PORTABLE, EXACT_LENGTHS=True))
+    chosen = dispatcher(row)
+    choices = [chosen.choose(problem) for problem in lengths(3000, 2048, 3001, 1024)]
+    assert (choices[0] is choices[2], choices[1] is choices[3]) == (True, True)
+    assert choices[1].candidate is chosen.choose(PROBLEM).candidate
+    untuned = dispatcher()
+    assert len({id(untuned.choose(problem)) for problem in lengths(1000, 2000, 3000)}) == 1
+
+
+def test_winners_of_one_config_share_their_candidate() -> None:
+    chosen = dispatcher(winner(), winner("4x32x8x64x64x128,causal"))
+    first, second = (chosen.choose(problem) for problem in lengths(4096, 64))
+    assert first is not second
+    assert first.candidate is second.candidate
+
+
+def test_what_is_chosen_ahead_counts_no_miss_and_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    untuned = dispatcher()
+    with caplog.at_level(logging.WARNING, "fa_autotune"):
+        untuned.choose(PROBLEM, ahead=True)
+        assert not caplog.records
+        untuned.choose(PROBLEM)
+    assert untuned.misses == {PROBLEM: 1}
+    assert len(caplog.records) == 1
+
+
+def test_a_new_shape_is_not_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    for name in ("_Trace", "Decision", "config_label", "rejection"):
+        monkeypatch.setattr(f"fa_autotune.dispatch.decision.{name}", lambda *_, name=name, **__: told.append(name))
+    tuned, untuned = dispatcher(winner(), winner(config=TMA, device=H100)), dispatcher(winner(), device=A100)
+    for problem in lengths(*range(1, 4100, 41)):
+        for one in (tuned, untuned):
+            one._warned.add("default")
+            one.choose(problem)
+            one.backward_way(problem, unordered=True)
+    assert told == []
+
+
+def test_a_new_shape_takes_few_calls() -> None:
+    """By the number of Python functions that run: a measure that no busy machine changes."""
+    tuned = dispatcher(*(winner(problem) for problem in lengths(*range(100, 2100, 100))))
+    problems = lengths(*range(1001, 1099))
+    calls: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        calls[event] += 1
+
+    for ask, most in ((tuned.choose, 70), (tuned.backward_way, 80)):
+        for problem in problems:  # what follows from the family is worked out
+            ask(problem)
+        calls.clear()
+        sys.setprofile(count)
+        try:
+            for problem in problems:
+                ask(problem)
+        finally:
+            sys.setprofile(None)
+        assert calls["call"] / len(problems) <= most
+
+
+def test_a_new_shape_takes_little_memory() -> None:
+    """A miss is all that is kept of it; its numbers are part of that, its family is not."""
+    growing = dispatcher(winner())
+    texts = [f"4x32x8x{n}x{n}x128,causal" for n in range(5000, 6000)]
+    growing.choose(PROBLEM)
+    tracemalloc.start()
+    try:
+        for text in texts:
+            growing.choose(AttentionProblem.parse(text))
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(growing.misses) == len(texts)
+    assert size / len(texts) <= 400
+
+
+def test_eight_threads_choose_alike() -> None:
+    shared, problems = dispatcher(winner(), winner(config=TMA, device=H100)), lengths(*range(1, 400))
+    start = threading.Barrier(8)
+
+    def work(seed: int) -> dict[AttentionProblem, int]:
+        start.wait(timeout=60)
+        order = random.Random(seed).sample(problems, len(problems))
+        return {problem: id(shared.choose(problem)) for problem in order}
+
+    with ThreadPoolExecutor(8) as threads:
+        first, *others = threads.map(work, range(8))
+    assert all(other == first for other in others)
+    assert set(shared.misses.values()) == {8}
 
 
 # --- misses -----------------------------------------------------------------------------------------------------------
@@ -194,3 +315,6 @@ def test_misses_in_memory_are_bounded() -> None:
     for length in range(1, MAX_PROBLEMS + 10):
         log.add(replace(PROBLEM, shape=replace(PROBLEM.shape, seqlen_k=length)))
     assert len(log.counts) == MAX_PROBLEMS
+    first = next(iter(log.counts))
+    log.add(first)
+    assert (log.counts[first], len(log.counts)) == (2, MAX_PROBLEMS)

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from fa_autotune.errors import UnsupportedError
 from fa_autotune.problem.device import INTERPRETER, KNOWN_DEVICES, DeviceSpec
 from fa_autotune.problem.family import FUSED_BACKWARD, Access, AttentionFamily, DType, Pass
-from fa_autotune.problem.problem import AttentionProblem
+from fa_autotune.problem.problem import MAX_EXTENT, AttentionProblem, AttentionShape
 from fa_autotune.space.candidate import Candidate, CompileForm, Variant
 from fa_autotune.space.config import PortableFwdConfig
+from fa_autotune.space.constraints import ShapeNeeds
 from fa_autotune.space.estimates import head_dim_pieces, padded_head_dim, whole_smem_bytes
 from fa_autotune.space.registry import (
     VARIANTS,
@@ -24,7 +25,7 @@ from fa_autotune.space.registry import (
     variant_spec,
 )
 from fa_autotune.space.seeds import default_config, seed_configs
-from kit.strategies import candidates, devices, families, problems, specs_and_families
+from kit.strategies import candidates, devices, families, problems, shapes, specs_and_families
 
 H200 = KNOWN_DEVICES["h200"]
 LLAMA = AttentionProblem.parse("4x32x8x4096x4096x128,causal")
@@ -33,6 +34,26 @@ BASE = PortableFwdConfig(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)
 
 def portable(config: PortableFwdConfig, family: AttentionFamily = LLAMA.family) -> Candidate:
     return Candidate(family=family, variant=Variant.PORTABLE, config=config)
+
+
+@given(specs_and_families(), shapes(max_seqlen=600), devices(), st.data())
+def test_needs_are_met_by_the_shapes_that_are_not_rejected(
+    served: tuple[VariantSpec, AttentionFamily], shape: AttentionShape, device: DeviceSpec, data: st.DataObject
+) -> None:
+    spec, family = served
+    seeds = list(seed_configs(spec, family, device.arch))
+    config = data.draw(st.sampled_from([*seeds, next(spec.configs())]))
+    for name in ("EXACT_LENGTHS", "DIAGONAL_FIRST"):
+        if hasattr(config, name):
+            config = replace(config, **{name: data.draw(st.booleans())})  # type: ignore[arg-type]
+    needs = spec.shape_needs(config, family=family, device=device)
+    lengths = st.sampled_from([16, 31, 32, 33, 64, 128, 192, 256])
+    heads, batches = data.draw(st.sampled_from([(1, 1), (8, 1), (8, 8)])), [1, MAX_EXTENT // 8]
+    shape = replace(shape, num_q_heads=heads[0], num_kv_heads=heads[1], batch_size=data.draw(st.sampled_from(batches)))
+    for asked in (shape, replace(shape, seqlen_q=data.draw(lengths), seqlen_k=data.draw(lengths))):
+        rejected = spec.rejection(config, family=family, shape=asked, device=device)
+        is_met = isinstance(needs, ShapeNeeds) and needs.are_met_by(asked)
+        assert is_met is (rejected is None)
 
 
 @given(candidates(), problems(), devices())
