@@ -46,6 +46,7 @@ def bind(
     numbers: Sequence[float | int | None] = (),
     *,
     is_counted: bool = False,
+    like: Launch | None = None,
 ) -> Launch:
     """A function of `Counts` (or None) and tensors that launches a kernel; LaunchError for too large a grid.
 
@@ -54,6 +55,7 @@ def bind(
     launch wants its GPU to be current.
     `is_counted`, for kernels of a varlen family and the delta that goes with them: launches are given `Counts`, tensors
     may have other numbers of rows and sequences each time, and it is the launch that raises LaunchError.
+    `like`: a launch of this kernel on tensors that lie the same, with other numbers.
     """
     if len({id(tensor) for tensor in tensors}) < len(tensors):  # a caller's q may be his k
         tensors = [tensor.detach() for tensor in tensors]
@@ -63,7 +65,7 @@ def bind(
     index = tensors[0].get_device()
     known: _Launcher | None = kernel.launchers.get(index)
     if known is not None:
-        return known.bind(known.arguments(*tensors, *numbers, *counter), programs)
+        return known.bind(known.arguments(*tensors, *numbers, *counter), programs, like)
     arguments = list(kernel.module.arguments(*tensors, *numbers, *counter))
     if kernel.compiled is not None and index >= 0 and index not in kernel.launchers:
         launcher = kernel.launchers[index] = _launcher_of(kernel, arguments, (*tensors, *counter), index)
@@ -174,8 +176,8 @@ class _Launcher:
         self._run = self._make_run(num_tensors)
         self.arguments = _with_plain_descriptors(kernel.module.arguments)
 
-    def bind(self, arguments: Sequence[Any], programs: int) -> Launch:
-        """A launch with these arguments, whose tensors launches are given."""
+    def bind(self, arguments: Sequence[Any], programs: int, like: Launch | None = None) -> Launch:
+        """A launch with these arguments, whose tensors launches are given; `like` one whose tensors lie the same."""
         values, shared = list[Any](), dict[int, int]()
         pointers, encoders = self._places.pointers, self._path.encoders
         for position, value in enumerate(arguments):
@@ -184,7 +186,8 @@ class _Launcher:
             else:
                 values.append(None if position in pointers else value)
         kept = [shared.setdefault(value, value) if type(value) is int else value for value in values]
-        return _Bound(self._run, programs, tuple(kept), next(self._serials) * _ADDRESSES)
+        offset = like.offset if isinstance(like, _Bound) else next(self._serials) * _ADDRESSES
+        return _Bound(self._run, programs, tuple(kept), offset)
 
     def _make_run(self, num_tensors: int) -> Callable[..., None]:
         path, index, begins, kernel = self._path, self._index, self._begins, self._kernel

@@ -161,7 +161,9 @@ def attention(
         raise InvalidProblemError(
             f'layout={layout!r} is not "bshd" (batch, seqlen, heads, head_dim) or "bhsd" (heads before seqlen)'
         )
-    runs = _runs(backend, fp32_precision, GENERATED if deterministic else UNORDERED)
+    runs = GENERATED if deterministic else UNORDERED
+    if backend != "generated" or fp32_precision != "ieee":
+        runs = _runs(backend, fp32_precision, runs)
     call = call_of(_LAYOUTS[layout], runs, softmax_scale, causal, window_size, softcap, dropout_p)
     if alibi_slopes is sinks is attn_mask is None and call.dropout_p == 0.0:
         return attend(q, k, v, NO_EXTRAS, call, return_lse)
@@ -310,9 +312,10 @@ def attention_varlen(
             v_scale=v_scale,
         )
     check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    call = call_of(
-        PACKED, _runs(backend, fp32_precision, GENERATED), softmax_scale, causal, window_size, softcap, dropout_p
-    )
+    runs = GENERATED
+    if backend != "generated" or fp32_precision != "ieee":
+        runs = _runs(backend, fp32_precision, runs)
+    call = call_of(PACKED, runs, softmax_scale, causal, window_size, softcap, dropout_p)
     starts = Extras(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if alibi_slopes is sinks is None and call.dropout_p == 0.0:
         return attend(q, k, v, starts, call, return_lse)

@@ -257,16 +257,15 @@ def check_tensor(name: str, tensor: Any) -> None:
         raise InvalidProblemError(f"{name} is a sparse or nested tensor, attention takes dense ones; convert it")
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """All rules of q, k and v in (batch, heads, seqlen, head_dim) order; InvalidProblemError names the first broken."""
-    if not _are_right(q, k, v):
-        _tell_what_is_wrong(q, k, v)
-
-
-def _are_right(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    batch_size, heads, _, head_dim = q.shape
+def are_right(q: Tensor, k: Tensor, v: Tensor, *, rows_first: bool) -> bool:
+    """Whether tensors with four axes keep all rules of `check_tensors`, in one look; heads may come after rows."""
+    if not q.ndim == k.ndim == v.ndim == 4:
+        return False
+    batch_size, heads, length, head_dim = q.shape
     of_k, kv_heads, seqlen_k, key_dim = k.shape
     of_v, value_heads, seqlen_v, head_dim_v = v.shape
+    if rows_first:
+        heads, kv_heads, seqlen_k, value_heads, seqlen_v = length, seqlen_k, kv_heads, seqlen_v, value_heads
     return (
         q.dtype is k.dtype is v.dtype
         and q.dtype in DTYPES
@@ -277,10 +276,13 @@ def _are_right(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and head_dim == key_dim
         and MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM >= head_dim_v >= MIN_HEAD_DIM
         and (heads == 0 or (kv_heads != 0 and heads % kv_heads == 0))
+        and q.layout is k.layout is v.layout is torch.strided
+        and not (q.is_nested or k.is_nested or v.is_nested)
     )
 
 
-def _tell_what_is_wrong(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """All rules of q, k and v in (batch, heads, seqlen, head_dim) order; InvalidProblemError names the first broken."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype not in DTYPES:
             known = ", ".join(str(dtype) for dtype in DTYPES)

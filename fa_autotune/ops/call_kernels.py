@@ -127,7 +127,9 @@ class CallKernels:
             problem = replace(problem, family=family)
         return kernel_for(problem, self.home.index)
 
-    def bound(self, kernel: LoadedKernel, tensors: Sequence[Tensor], extras: Extras) -> Launch:
+    def bound(
+        self, kernel: LoadedKernel, tensors: Sequence[Tensor], extras: Extras, like: Launch | None = None
+    ) -> Launch:
         """A kernel bound to what its pass takes and gives, as a call has it, and to the call's extras and numbers."""
         family, rows = kernel.candidate.family, self.rows
         names = (*family.kernel_pass.spec.takes, *family.outputs)
@@ -142,7 +144,7 @@ class CallKernels:
             "dropout_p": self.call.dropout_p,
             "key_offset": self.shape.seqlen_k - self.shape.seqlen_q,
         }
-        return bind(kernel, taken, [values[name] for name in family.numbers], is_counted=rows.is_packed)
+        return bind(kernel, taken, [values[name] for name in family.numbers], is_counted=rows.is_packed, like=like)
 
     def _family(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> AttentionFamily:
         call, (left_diagonal, diagonal) = self.call, self._bounds

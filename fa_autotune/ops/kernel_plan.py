@@ -35,13 +35,14 @@ _lock = threading.Lock()
 class KernelPlan(CallKernels):
     """Kernels chosen and loaded for one way that tensors lie and the numbers of a call."""
 
-    __slots__ = ("_backwards", "_forward_kernel", "_given", "_launch", "_results", "siblings")
+    __slots__ = ("_backwards", "_forward_kernel", "_given", "_launch", "_like", "_results", "siblings")
 
     def __init__(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call) -> None:
         """Choose and load the forward's kernel; NoKernelError, CompileError, LaunchError."""
         super().__init__(rows, q, k, v, extras, call)
         self._forward_kernel = self.kernel_for(Pass.FWD, self.family.access)
         self._launch: Launch | None = None  # bound by the first call
+        self._like: Launch | None = None
         self._results: Results | None = None if rows.is_packed else rows.results(q, v)
         self._backwards: dict[tuple[Any, ...], tuple[Backward, bool]] | None = None
         self._given = None if extras is NO_EXTRAS or rows.is_packed else _kinds(extras)
@@ -58,7 +59,7 @@ class KernelPlan(CallKernels):
         plan.call, plan.rows, plan.home, plan.family, plan.shape = call, self.rows, self.home, self.family, self.shape
         plan._bounds, plan._forward_kernel, plan._results = self._bounds, self._forward_kernel, self._results
         plan._launch = plan._backwards = plan.siblings = None
-        plan._given = self._given
+        plan._like, plan._given = self._launch, self._given
         return plan
 
     @property
@@ -92,7 +93,8 @@ class KernelPlan(CallKernels):
         lse = home.allocate(lse_size, lse_strides, torch.float32)
         launch = self._launch
         if launch is None:
-            self._launch = launch = self.bound(self._forward_kernel, (q, k, v, out, lse), extras)
+            self._launch = launch = self.bound(self._forward_kernel, (q, k, v, out, lse), extras, self._like)
+            self._like = None
         if extras is NO_EXTRAS:
             launch(None, q, k, v, out, lse)
         else:

@@ -547,8 +547,8 @@ class ShapeNeeds:
     """What constraints ask of a shape, in numbers, of a config that passes them on its family and device: what they
     answer to shapes, without reasons, for those who ask of many.
 
-    Lengths of q and k are at least `least` and multiples of `blocks`. `ungrouped`: each query head has its own kv head.
-    `dq_family`: the family whose dq descriptors must address.
+    `least_q`, `least_k`: the shortest lengths. `block_q`, `block_k`: what divides them. `ungrouped`: each query head
+    has its own kv head. `dq_family`: the family whose dq descriptors must address.
     """
 
     least_q: int = 1
