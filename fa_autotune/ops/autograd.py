@@ -109,11 +109,10 @@ def attend_stacked(q: Tensor | None, stacked: Tensor, extras: Extras, call: Call
     if (
         torch.is_grad_enabled()
         and stacked.requires_grad
-        and _is_usual(stacked)
-        and (q is None or _is_usual(q))
-        and not is_autocast(stacked)
         and not is_seen_by_others()
-        and all(map(_is_usual, extras.given()))
+        and not is_autocast(stacked)
+        and all(map(_is_usual, (stacked, *extras.given())))
+        and (q is None or _is_usual(q))
     ):
         found: Attended = _apply_stacked(q, stacked, call, with_lse, *extras)
         return found

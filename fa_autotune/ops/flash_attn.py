@@ -137,7 +137,7 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """flash_attn.flash_attn_varlen_kvpacked_func: `flash_attn_varlen_func` of kv (total_k, 2, heads_k, head_dim).
 
-    The gradient of kv is written in one piece, without slopes and dropout.
+    The gradient of kv is written in one piece.
     """
     check_tensor("q", q)
     _check_stacked("kv", kv, 2, PACKED)
@@ -162,7 +162,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:
     """flash_attn.flash_attn_varlen_qkvpacked_func: `flash_attn_varlen_func` of qkv (total, 3, heads, head_dim).
 
-    The gradient of qkv is written in one piece, without slopes and dropout.
+    The gradient of qkv is written in one piece.
     """
     _check_stacked("qkv", qkv, 3, PACKED)
     check_max_seqlens(max_seqlen=max_seqlen)
@@ -177,12 +177,13 @@ def _call(layout: int, dropout_p: Any, softmax_scale: Any, causal: Any, window_s
 
 def _check_stacked(name: str, stacked: Any, count: int, layout: int) -> None:
     axis = rows_of(layout).stack_axis
+    if isinstance(stacked, Tensor):
+        check_tensor(name, stacked)
+        if stacked.ndim == axis + 3 and stacked.shape[axis] == count:
+            return
     size = f"(total, {count}, heads, head_dim)" if layout == PACKED else f"(batch, seqlen, {count}, heads, head_dim)"
-    check_tensor(name, stacked)
-    if stacked.ndim != axis + 3 or stacked.shape[axis] != count:
-        raise InvalidProblemError(
-            f"{name} has shape {tuple(stacked.shape)}; it is {size}: stack its parts along dimension {axis}"
-        )
+    what = f"has shape {tuple(stacked.shape)}" if isinstance(stacked, Tensor) else f"is a {type(stacked).__name__}"
+    raise InvalidProblemError(f"{name} {what}; it is {size}: stack its parts along dimension {axis}")
 
 
 def _with_extras(q: Tensor, k: Tensor, v: Tensor, starts: Extras, call: Call, alibi_slopes: Tensor | None) -> Extras:

@@ -3,7 +3,7 @@
 What the rest of the package asks of a pass is said here: a new one is a word of `Pass` and a row of `_SPECS`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from fa_autotune.errors import InvalidProblemError
@@ -93,7 +93,8 @@ class PassSpec:
     `products`: matrix products per pair of query and key, of head_dim columns and of head_dim_v. Without any, a pass
     knows no scores, and so nothing that changes them.
     `knows_keys`: which keys a row sees matters; without, it goes over rows of out, and no diagonal or scale is taken.
-    `knows_sequences`: it must know which sequence a row belongs to where they lie in a row.
+    `knows_sequences`: it must know which sequence a row belongs to where they are packed.
+    `owns_keys`: its programs own keys, of kv heads, and loop over query rows.
     """
 
     takes: tuple[str, ...]
@@ -102,16 +103,15 @@ class PassSpec:
     products: tuple[int, int] = (0, 0)
     knows_keys: bool = True
     knows_sequences: bool = True
+    owns_keys: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "owns_keys", TENSORS[self.owns].rows is Extent.KEYS)
 
     @property
     def knows_scores(self) -> bool:
         """Whether it computes scores, and so knows a softcap, a bias, dropout, …"""
         return any(self.products)
-
-    @property
-    def owns_keys(self) -> bool:
-        """Whether its programs own keys, of kv heads, and loop over query rows."""
-        return TENSORS[self.owns].rows is Extent.KEYS
 
     @property
     def strided(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from fa_autotune.benchmark.packed import document_mask, packed
 from fa_autotune.benchmark.peers import PEERS
 from fa_autotune.dispatch.loaded_kernels import INTERPRETER_INDEX, dispatcher_of
 from fa_autotune.errors import UnsupportedError
-from fa_autotune.ops.arguments import GENERATED
+from fa_autotune.ops.call import GENERATED
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.reference.attention import seeded_inputs
 from kit.attention_calls import interpreted

@@ -14,7 +14,7 @@ from fa_autotune.evaluation.probes import probes
 from fa_autotune.evaluation.verify import verify
 from fa_autotune.kernels.gpu import live_device, live_toolchain
 from fa_autotune.kernels.loaded import load_kernel
-from fa_autotune.ops import varlen_calls
+from fa_autotune.ops import plans
 from fa_autotune.problem.device import parse_triton_version
 from fa_autotune.problem.family import Access, AttentionFamily, DType, strongest_access
 from fa_autotune.problem.passes import Pass
@@ -277,7 +277,7 @@ def test_packed_gradients_have_the_bits_of_their_parts() -> None:
 
 
 def test_ever_new_totals_make_few_plans() -> None:
-    before = len(varlen_calls._plans)
+    before = len(plans._plans)
     for count in range(100, 400):
         lengths = [count, 50, 3 * (count % 7)]
         starts = cu_seqlens(lengths)
@@ -285,7 +285,7 @@ def test_ever_new_totals_make_few_plans() -> None:
         out = attention_varlen(q, k, v, starts, starts, count, count, causal=True)
         assert torch.isfinite(out).all()
         torch.testing.assert_close(out[count], v[count])  # the first row of the second sequence
-    assert len(varlen_calls._plans) - before <= 4
+    assert len(plans._plans) - before <= 4
 
 
 def test_tensors_with_more_than_2_to_the_31_elements() -> None:

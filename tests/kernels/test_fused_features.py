@@ -6,7 +6,7 @@ Gluon has no interpreter: kernels run in `gluon_emulator`, the arithmetic of the
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import count
@@ -24,16 +24,19 @@ from fa_autotune.errors import InvalidProblemError
 from fa_autotune.evaluation.probes import Probe, probes
 from fa_autotune.evaluation.verify import verify
 from fa_autotune.evaluation.workload import dq_of_acc
+from fa_autotune.kernels.fast_launch import Launch
 from fa_autotune.kernels.loaded import load_kernel
 from fa_autotune.kernels.modules import candidates_dir, load_module, write_module
 from fa_autotune.kernels.render import render
-from fa_autotune.ops import backward as backward_plan
-from fa_autotune.ops.backward import BackwardCall, bind_backward
+from fa_autotune.ops import backward, call_kernels
+from fa_autotune.ops.backward import Targets, backward_of
+from fa_autotune.ops.call import BHSD, GENERATED, NO_EXTRAS, WINDOW, Call, Saved
+from fa_autotune.ops.call_kernels import CallKernels
+from fa_autotune.ops.rows.kinds import rows_of
 from fa_autotune.paths import interpreting
 from fa_autotune.problem.device import INTERPRETER, KNOWN_DEVICES
 from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
-from fa_autotune.reference.features import Features
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import KnobValue, rejection, supported_variants, variant_spec
 from fa_autotune.space.workspace import is_wide
@@ -45,8 +48,7 @@ PROBE_SEEDS = count()  # the inputs of a probe are kept, and so would be turns t
 TRIES = 10  # orders of events in which a missing wait may show
 H200 = KNOWN_DEVICES["h200"]
 CPU = torch.device("cpu")
-NOTHING = torch.empty(0)
-Call = Callable[..., Any]
+Function = Callable[..., Any]
 
 
 def make_candidate(problem: AttentionProblem, **knobs: KnobValue) -> Candidate:
@@ -210,7 +212,7 @@ def test_a_wait_that_is_left_out_is_missed(tmp_path: Path) -> None:
 
 
 @cache
-def scalar_functions(mask: str, diagonal_first: bool, head_dim: int, heads_per_group: int) -> tuple[Call, int, int]:
+def scalar_functions(mask: str, diagonal_first: bool, head_dim: int, heads_per_group: int) -> tuple[Function, int, int]:
     """The scalar functions of a fused kernel, on numbers and with Python's own in place of the language module; and its
     query rows and keys in a tile."""
     problem = AttentionProblem.parse(f"1x1x1x64x64x{head_dim},{mask},bwd_fused")
@@ -319,19 +321,21 @@ class Bound(NamedTuple):
 def test_the_fused_kernels_are_given_what_the_call_says(monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[Bound] = []
 
-    def bind(problem: AttentionProblem, tensors: Any, *numbers: float | int | None, gpu: int | None = None) -> None:
-        bound.append(Bound(problem.family.kernel_pass, numbers))
+    def bind(kernel: Any, tensors: Any, numbers: Sequence[float | int | None], *, is_counted: bool) -> Launch:
+        bound.append(Bound(kernel.candidate.family.kernel_pass, tuple(numbers)))
+        return lambda *_: None
 
-    monkeypatch.setattr(backward_plan, "bind", bind)
-    monkeypatch.setattr(backward_plan, "kernel_for", lambda problem, index: problem)
-    monkeypatch.setattr(backward_plan, "dispatcher_of", lambda index: dispatcher())
-    problem = AttentionProblem.parse("1x2x1x128x300x64,left=20,right=3,softcap")
-    features = Features(left_diagonal=152, softcap=30.0, key_offset=172)
-    call = BackwardCall(
-        problem=problem, index=0, softmax_scale=0.5, diagonal=175, allocate=lambda *_: NOTHING, features=features
-    )
+    def kernel_for(problem: AttentionProblem, index: int) -> Any:
+        return SimpleNamespace(candidate=SimpleNamespace(family=problem.family))
+
+    monkeypatch.setattr(call_kernels, "bind", bind)
+    monkeypatch.setattr(call_kernels, "kernel_for", kernel_for)
+    monkeypatch.setattr(backward, "dispatcher_of", lambda index: dispatcher())
     q, k = (torch.empty(1, heads, seqlen, 64, dtype=torch.bfloat16) for heads, seqlen in ((2, 128), (1, 300)))
-    bind_backward(call, q, k, k, q, torch.empty(1, 2, 128), q, q, k, k, unordered=False)
+    call = Call(0.5, WINDOW, BHSD, GENERATED, window_left=20, window_right=3, softcap=30.0)
+    kernels = CallKernels(rows_of(BHSD), q, k, k, NO_EXTRAS, call)
+    saved, into = Saved(q, k, k, q, torch.empty(1, 2, 128)), Targets(q, k, k)
+    backward_of(kernels, saved, q, into)(saved, q, None, into, wants_sinks=False)
     assert bound == [
         (Pass.BWD_PREPROCESS, ()),
         (Pass.BWD_FUSED, (0.5, 175, 152, 30.0)),

@@ -1,23 +1,30 @@
 """The fused backward with ALiBi and dropout: what its kernels compute, without a GPU, and who is served."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fa_autotune.evaluation.probes import Probe
 from fa_autotune.evaluation.verify import verify
+from fa_autotune.kernels.fast_launch import Counts, Launch
 from fa_autotune.kernels.modules import load_module, write_module
 from fa_autotune.kernels.render import render
-from fa_autotune.ops.backward import BackwardCall, FusedBackward
+from fa_autotune.ops import call_kernels
+from fa_autotune.ops.backward import FusedBackward, Targets
+from fa_autotune.ops.call import BHSD, FULL, GENERATED, Call, Extras, Saved
+from fa_autotune.ops.call_kernels import CallKernels
+from fa_autotune.ops.rows.kinds import rows_of
 from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.reference.dropout import kept_of, threshold_of
-from fa_autotune.reference.features import Features
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import KnobValue, variant_spec
 from fa_autotune.space.workspace import is_wide
@@ -139,26 +146,29 @@ def test_a_thread_keeps_what_dropout_says_of_its_values(first_row: int, first_ke
 # --- round the fused kernel -------------------------------------------------------------------------------------------
 
 
-def test_the_fused_kernel_alone_is_given_slopes_and_seed() -> None:
-    given: list[tuple[Pass, int]] = []
+def test_the_fused_kernel_alone_is_given_slopes_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[Pass, int, list[int]]] = []
+    slopes, seed = torch.empty(1, 2), torch.zeros(1, dtype=torch.int64)
 
-    class Call(BackwardCall):
-        def bound(self, kernel_pass: Pass, *_: Any, **__: Any) -> Any:
-            return lambda *tensors: given.append((kernel_pass, len(tensors)))
+    def bind(kernel: Any, tensors: Sequence[Tensor], *_: Any, **__: Any) -> Launch:
+        def launch(counts: Counts | None, *actual: Tensor) -> None:
+            places = [place for place, one in enumerate(actual) if one is slopes or one is seed]
+            given.append((kernel.candidate.family.kernel_pass, len(actual), places))
+            assert [one.shape for one in actual] == [one.shape for one in tensors]
 
-    q = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16)
-    call = Call(
-        problem=AttentionProblem.parse("1x2x2x64x64x64,alibi,dropout"),
-        index=0,
-        softmax_scale=0.5,
-        diagonal=None,
-        allocate=lambda size, strides, dtype: torch.empty_strided(size, strides, dtype=dtype),
-        features=Features(),
-    )
-    lse, slopes, seed = torch.empty(1, 2, 64), torch.empty(1, 2), torch.zeros(1, dtype=torch.int64)
-    backward = FusedBackward(call, q, q, q, q, lse, q, q, q, q, unordered=False)
-    backward(q, q, q, q, lse, q, None, q, q, q, slopes, seed)
-    assert given == [(Pass.BWD_PREPROCESS, 5), (Pass.BWD_FUSED, 11), (Pass.BWD_POSTPROCESS, 2)]
+        return launch
+
+    def kernel_for(problem: AttentionProblem, index: int) -> Any:
+        return SimpleNamespace(candidate=SimpleNamespace(family=problem.family))
+
+    monkeypatch.setattr(call_kernels, "bind", bind)
+    monkeypatch.setattr(call_kernels, "kernel_for", kernel_for)
+    q, lse = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16), torch.empty(1, 2, 64)
+    extras = Extras(alibi_slopes=slopes, dropout_seed=seed)
+    kernels = CallKernels(rows_of(BHSD), q, q, q, extras, Call(0.5, FULL, BHSD, GENERATED, dropout_p=0.1))
+    saved = Saved(q, q, q, q, lse, extras)
+    FusedBackward(kernels, saved, q, q, unordered=False)(saved, q, None, Targets(q, q, q), wants_sinks=False)
+    assert given == [(Pass.BWD_PREPROCESS, 5, []), (Pass.BWD_FUSED, 11, [9, 10]), (Pass.BWD_POSTPROCESS, 2, [])]
 
 
 SERVED = ["64,alibi", "128,causal,alibi", "256,left=9,alibi", "64,causal,softcap,dropout", "128,causal,dropout"]

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -32,15 +33,14 @@ from fa_autotune.problem.device import INTERPRETER_ARCH
 from kit.launchers import (
     FIXED,
     INDEX,
-    STREAM,
-    Descriptor,
     FlatLauncher,
     Launcher,
     NestedLauncher,
+    Recorder,
     ScratchLauncher,
     compiled_with,
-    encoded,
-    sample_tensor,
+    describe,
+    pretend_gpu,
     wrapped,
 )
 
@@ -49,9 +49,7 @@ pytestmark = pytest.mark.kernel  # repeated with every supported Triton
 
 @pytest.fixture(autouse=True)
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM + index, raising=False)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    encoded.clear()
+    pretend_gpu(monkeypatch)
 
 
 def test_compile_workers_start_without_torch() -> None:
@@ -62,30 +60,20 @@ def test_compile_workers_start_without_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def path_of(run: Any, *values: Any) -> FastPath | None:
-    """The way to launch a kernel with these arguments, the None and the descriptors of which are tensors 0, 1, ..."""
-    tensors = [position for position, value in enumerate(values) if value is None or hasattr(value, "block_shape")]
-    numbers = {position: number for number, position in enumerate(tensors)}
-    pointers = {position: number for position, number in numbers.items() if values[position] is None}
-    descriptors = {position: number for position, number in numbers.items() if position not in pointers}
-    return fast_path(compiled_with(run), values, pointers, descriptors, sample_tensor())
+def path_of(run: Any, *arguments: Any) -> FastPath | None:
+    """The way to launch a kernel with these arguments."""
+    return fast_path(compiled_with(run), arguments, INDEX)
 
 
-def launch(path: FastPath, *tensors: Tensor) -> None:
-    head, values = path.head.copy(), path.template.copy()
+def launch(path: FastPath, *arguments: Any) -> None:
+    head, values = path.head.copy(), list[Any]()
     head[path.stream_place], head[path.programs_place] = path.stream_of(INDEX), FIXED[0]
-    for place, number, known, encode in path.fillers:
-        address = tensors[number].data_ptr()
-        values[place] = (known or {}).get(address) or encode(address)
+    for place, value in enumerate(arguments):
+        if place in path.encoders:
+            values += path.encoders[place](value)
+        else:
+            values.append(value.data_ptr() if isinstance(value, Tensor) else value)
     path.function(*head, *(values if path.is_flat else [values]))
-
-
-class Recorder(list[tuple[Any, ...]]):
-    """A C function that keeps what it is handed, a kernel's arguments one by one."""
-
-    def __call__(self, *arguments: Any) -> None:
-        *fixed, last = arguments
-        self.append((*fixed, *last) if isinstance(last, (list, tuple)) else arguments)
 
 
 class OtherOrder(FlatLauncher):
@@ -143,21 +131,20 @@ class TestALauncher:
         ],
     )
     def test_of_a_known_form_is_gone_past_as_far_as_it_is_known(self, kind: type[Launcher], form: LaunchForm) -> None:
-        launched = Recorder()
+        launched, q, out = Recorder(), torch.ones(2), torch.ones(2)
         run = kind(launched)
-        path = path_of(run, None, 0.5, None, 7)
+        path = path_of(run, q, 0.5, out, 7)
         assert path is not None
         assert (path.form, launch_form(compiled_with(run), has_descriptors=False)) == (form, form)
         assert launched == []  # nothing runs while its form is looked at
-        q, out = torch.ones(2), torch.ones(2)
-        launch(path, q, out)
+        launch(path, q, 0.5, out, 7)
         run(*FIXED, q.data_ptr(), 0.5, out.data_ptr(), 7)  # what Triton's own way hands over
         assert launched[0] == launched[1]
 
     @pytest.mark.parametrize("kind", [OtherOrder, LongerHead, OneArgument, Asking])
     def test_that_takes_something_else_is_not_called(self, kind: type[Launcher]) -> None:
         launched = Recorder()
-        assert path_of(kind(launched), None, 0.5) is None
+        assert path_of(kind(launched), torch.ones(2), 0.5) is None
         assert launch_form(compiled_with(kind(launched)), has_descriptors=False) is LaunchForm.PUBLIC
         assert launched == []
 
@@ -165,7 +152,7 @@ class TestALauncher:
     def test_is_not_looked_for_where_triton_keeps_it_elsewhere(self, missing: str) -> None:
         compiled = compiled_with(FlatLauncher(Recorder()))
         delattr(compiled, missing)
-        assert fast_path(compiled, [None], {0: 0}, {}, sample_tensor()) is None
+        assert fast_path(compiled, [torch.ones(2)], INDEX) is None
         assert launch_form(compiled, has_descriptors=False) is LaunchForm.PUBLIC
 
     @pytest.mark.parametrize("missing", ["launch_enter_hook", "launch_exit_hook"])
@@ -178,13 +165,15 @@ class TestALauncher:
         delattr(settings, missing)
         monkeypatch.setattr(triton.knobs, "runtime", settings)
         run = FlatLauncher(Recorder())
-        assert path_of(run, None) is None
+        assert path_of(run, torch.ones(2)) is None
         assert launch_form(compiled_with(run), has_descriptors=False) is LaunchForm.PUBLIC
 
-    def test_is_given_the_current_stream_also_by_a_torch_that_hides_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream")
+    def test_is_given_the_current_stream_also_by_a_triton_that_hides_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from triton.runtime import driver
+
+        monkeypatch.setattr(driver, "_active", SimpleNamespace())
         monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=100 + index))
-        path = path_of(FlatLauncher(Recorder()), None)
+        path = path_of(FlatLauncher(Recorder()), torch.ones(2))
         assert path is not None
         assert path.stream_of(INDEX) == 100 + INDEX
 
@@ -209,7 +198,7 @@ def handed_to_wrapper(launcher: Callable[..., None], tensordesc_meta: list[Any])
     """As Triton 3.8 and 3.9 wrap it: the encoding is handed over, and takes the launch's other arguments too."""
 
     def make_tensordesc_arg(descriptor: Any, layout: Any, others: tuple[Any, ...]) -> list[Any]:
-        return [("map of three", descriptor.base.data_ptr(), layout), *others]
+        return [("map of three", descriptor.base.data_ptr(), layout), *descriptor.shape, *descriptor.strides, *others]
 
     def inner(*arguments: Any) -> None:
         encoded = [make_tensordesc_arg(argument, tensordesc_meta[0], ()) for argument in arguments[len(FIXED) :]]
@@ -221,38 +210,42 @@ def handed_to_wrapper(launcher: Callable[..., None], tensordesc_meta: list[Any])
 class TestADescriptor:
     @pytest.mark.parametrize("wrap", [wrapped, handed_to_wrapper], ids=["of Triton 3.6 and 3.7", "since Triton 3.8"])
     def test_is_encoded_as_triton_does_it(self, wrap: Callable[..., Any]) -> None:
-        launched, q = Recorder(), torch.ones(2, 3)
+        launched, descriptor = Recorder(), describe(torch.ones(2, 3))
         run = Launcher(wrap(launched, ["layout"]))
-        path = path_of(run, Descriptor(None))
+        path = path_of(run, descriptor)
         assert path is not None
         assert launch_form(compiled_with(run), has_descriptors=True) is LaunchForm.LAUNCHER
-        launch(path, q)
-        run(*FIXED, Descriptor(q))
+        assert launched == []
+        launch(path, descriptor)
+        run(*FIXED, descriptor)
         assert launched[0] == launched[1]
 
-    def test_is_remembered_for_few_addresses_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(triton_private, "MAX_REMEMBERED_ADDRESSES", 2)
-        tensors, launched = [torch.ones(2) for _ in range(5)], Recorder()
-        path = path_of(Launcher(wrapped(launched, ["layout"])), Descriptor(None))
+    def test_is_encoded_by_an_address_and_numbers_as_by_its_tensor(self) -> None:
+        """Of a place that was met with another tensor, which is not kept."""
+        first, other = torch.ones(2, 3), torch.ones(7, 5)[:, :4]
+        path = path_of(Launcher(wrapped(Recorder(), ["layout"])), describe(first))
         assert path is not None
-        for tensor in tensors:
-            launch(path, tensor)
-        assert [arguments[9][1] for arguments in launched] == [tensor.data_ptr() for tensor in tensors]
-        assert list(path.fillers[0].known or {}) == [tensors[-1].data_ptr()]
+        watched, (encoder,) = weakref.ref(first), path.encoders.values()
+        assert encoder.count == 5
+        expected = encoder(describe(other))
+        assert [encoder.of_address(other.data_ptr(), [7, 4, 5, 1]), 7, 4, 5, 1] == expected
+        assert encoder.described(other, [7, 4, 5, 1]) == describe(other)
+        del first
+        assert watched() is None
 
     @pytest.mark.parametrize(
         "inner", [None, print, lambda *arguments: None], ids=["none", "builtin", "another wrapper"]
     )
     def test_of_an_unknown_wrapper_is_left_to_triton(self, inner: Any) -> None:
-        assert path_of(Launcher(inner), Descriptor(None)) is None
+        assert path_of(Launcher(inner), describe(torch.ones(2))) is None
         assert launch_form(compiled_with(Launcher(inner)), has_descriptors=True) is LaunchForm.PUBLIC
 
     def test_whose_data_are_of_another_number_is_left_to_triton(self) -> None:
-        assert path_of(Launcher(wrapped(Recorder(), ["layout", "another"])), Descriptor(None)) is None
+        assert path_of(Launcher(wrapped(Recorder(), ["layout", "another"])), describe(torch.ones(2))) is None
 
     def test_that_is_lowered_to_a_pointer_is_left_to_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("kit.launchers.make_tensordesc_arg", lambda descriptor, layout: [descriptor.base])
-        assert path_of(Launcher(wrapped(Recorder(), ["layout"])), Descriptor(None)) is None
+        assert path_of(Launcher(wrapped(Recorder(), ["layout"])), describe(torch.ones(2))) is None
 
     def test_gets_its_thread_a_context_where_there_is_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
         given: list[int] = []
@@ -262,11 +255,12 @@ class TestADescriptor:
                 raise RuntimeError("Failed to create tensor map descriptor: invalid device context")
             return ["map"]
 
-        path = path_of(Launcher(wrapped(launched := Recorder(), ["layout"])), Descriptor(None))
+        descriptor = describe(torch.ones(2))
+        path = path_of(Launcher(wrapped(launched := Recorder(), ["layout"])), descriptor)
         assert path is not None
-        path.fillers[0].encode._encode = encode
+        path.encoders[0]._encode = encode
         monkeypatch.setattr("fa_autotune.kernels.gpu.make_context_current", given.append)
-        launch(path, torch.ones(2))
+        launch(path, descriptor)
         assert (given, launched[0][9]) == ([INDEX], "map")
 
 

@@ -1,22 +1,60 @@
-"""Launchers as Triton builds them, without a GPU: a test sees what reaches the C function."""
+"""Launchers as Triton builds them, and a pretended GPU: a test sees what reaches the C function."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 INDEX, STREAM = 3, 77  # of the pretended GPU, and a stream of it
 
 
+def pretend_gpu(patch: pytest.MonkeyPatch) -> None:
+    """Let Triton be asked for the streams of the pretended GPU, and nothing make it current."""
+    from triton.runtime import driver
+
+    patch.setattr(driver, "_active", SimpleNamespace(get_current_stream=lambda index: STREAM + index))
+    patch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    encoded.clear()
+
+
+class OnGpu(Tensor):
+    """A tensor that says that it is on the pretended GPU."""
+
+    def get_device(self) -> int:
+        return INDEX
+
+
+def on_gpu(*size: int) -> Tensor:
+    """Ones on the pretended GPU."""
+    return torch.ones(size).as_subclass(OnGpu)
+
+
+@dataclass
 class Descriptor:
     """What a module's arguments() makes for a kernel that reads through descriptors."""
 
-    def __init__(self, base: Tensor | None) -> None:
-        shaped = torch.empty(2, 3) if base is None else base
-        self.base = base
-        self.shape, self.strides, self.block_shape = list(shaped.shape), list(shaped.stride()), [16, 16]
+    base: Any
+    shape: list[int]
+    strides: list[int]
+    block_shape: tuple[int, int] = (16, 16)
+
+
+def describe(tensor: Tensor) -> Descriptor:
+    """The descriptor of a tensor."""
+    return Descriptor(tensor, list(tensor.shape), list(tensor.stride()))
+
+
+class Recorder(list[tuple[Any, ...]]):
+    """A C function that keeps what it is handed, a kernel's arguments one by one."""
+
+    def __call__(self, *arguments: Any) -> None:
+        *fixed, last = arguments
+        self.append((*fixed, *last) if isinstance(last, (list, tuple)) else arguments)
 
 
 class Launcher:
@@ -54,11 +92,6 @@ class ScratchLauncher(FlatLauncher):
 def compiled_with(run: Any) -> SimpleNamespace:
     """What Triton's compiled kernel has, loaded on the pretended GPU."""
     return SimpleNamespace(run=run, function="function", packed_metadata="metadata")
-
-
-def sample_tensor() -> Any:
-    """A tensor of the pretended GPU."""
-    return SimpleNamespace(device=torch.device("cuda", INDEX), data_ptr=lambda: 4096)
 
 
 # What Triton's own way hands over to such a launcher, before a kernel's arguments.

@@ -11,7 +11,8 @@ from fa_autotune.dispatch.winners import Snapshot, load_snapshot
 from fa_autotune.errors import NoKernelError
 from fa_autotune.paths import pack_paths
 from fa_autotune.problem.device import KNOWN_DEVICES
-from fa_autotune.problem.family import BACKWARD_PASSES, FUSED_BACKWARD, KEYLESS_PASSES, AttentionFamily, Pass
+from fa_autotune.problem.family import AttentionFamily
+from fa_autotune.problem.passes import BACKWARD_PASSES, FUSED_BACKWARD, KEYLESS_PASSES, Pass
 from fa_autotune.problem.problem import AttentionProblem, AttentionShape
 from fa_autotune.space.candidate import Candidate
 from fa_autotune.space.config import config_label

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from fa_autotune import attention, scaled_dot_product_attention, warmup
 from fa_autotune.errors import InvalidProblemError
-from fa_autotune.ops.arguments import FULL, GENERATED
-from fa_autotune.ops.memory import BSHD
+from fa_autotune.ops.call import BSHD, FULL, GENERATED, Call, Needed
 from fa_autotune.problem.passes import Pass
 from fa_autotune.space.candidate import Candidate
 from kit.attention_calls import (
@@ -406,11 +405,11 @@ def test_vmap_gives_each_example_its_mask(shared: bool, reference_only: None) ->
 def test_the_operators_keep_their_promises_with_a_mask(kind: str, reference_only: None) -> None:
     mask = bools(1, 4, 20, 30, device=CPU) if kind == "bools" else numbers(1, 4, 20, 30, device=CPU).requires_grad_()
     tensors = requiring(*make(20, 30, dtype=FLOAT32, device=CPU))
-    call = (None, FULL, BSHD, GENERATED)
+    call = Call(None, FULL, BSHD, GENERATED)
     torch.library.opcheck(torch.ops.fa_autotune.forward.default, (*tensors, *call), {"attn_mask": mask})
     out, lse = (one.detach() for one in torch.ops.fa_autotune.forward(*tensors, *call, attn_mask=mask))
     plain = (one.detach() for one in (torch.randn_like(out), torch.randn_like(lse), *tensors, out, lse))
-    arguments = (*plain, [True, False, True, False, kind == "numbers"], *call)
+    arguments = (*plain, list(Needed(True, False, True, attn_mask=kind == "numbers")), *call)
     torch.library.opcheck(torch.ops.fa_autotune.backward.default, arguments, {"attn_mask": mask.detach()})
 
 

@@ -7,7 +7,7 @@ head_dim), layout "bshd", unless a test says otherwise.
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from fa_autotune import attention
-from fa_autotune.ops import arguments as tensors
-from fa_autotune.ops import backward as backward_plan
-from fa_autotune.ops import kernel_plan
+from fa_autotune.kernels.fast_launch import Counts
+from fa_autotune.ops import call_kernels, memory
 from fa_autotune.ops import plans as calls
 from fa_autotune.problem.passes import SPLIT_BACKWARD, Pass
 from fa_autotune.space.candidate import Candidate
@@ -40,19 +39,18 @@ from kit.views import every_second_column, every_second_row, transposed
 def launches(cold: None, monkeypatch: pytest.MonkeyPatch) -> Counter[Pass]:
     """How often a kernel of each pass ran since the process was cold."""
     counted: Counter[Pass] = Counter()
-    bind = backward_plan.bind
+    bind = call_kernels.bind
 
     def counting(kernel: Any, *arguments: Any, **options: Any) -> Callable[..., None]:
         launch = bind(kernel, *arguments, **options)
 
-        def launch_and_count(*tensors: Tensor) -> None:
+        def launch_and_count(counts: Counts | None, *tensors: Tensor) -> None:
             counted[kernel.candidate.family.kernel_pass] += 1
-            launch(*tensors)
+            launch(counts, *tensors)
 
         return launch_and_count
 
-    for module in (kernel_plan, backward_plan):
-        monkeypatch.setattr(module, "bind", counting)
+    monkeypatch.setattr(call_kernels, "bind", counting)
     return counted
 
 
@@ -140,7 +138,7 @@ def test_repeated_backwards_give_the_same_bits() -> None:
 
 
 @pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
     """Every fresh buffer holds NaN."""
     filled: list[Tensor] = []
 
@@ -154,9 +152,11 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, poisoning(getattr(torch, name)))
-    monkeypatch.setattr(tensors, "_empty_on_gpu", None)  # past torch's own names
+    monkeypatch.setattr(memory, "empty_strided_cuda", None)  # past torch's own names
     monkeypatch.setattr(calls, "_plans", {})
-    return filled
+    call_kernels._home_of.cache_clear()
+    yield filled
+    call_kernels._home_of.cache_clear()
 
 
 @runs_kernels

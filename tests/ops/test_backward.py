@@ -6,17 +6,22 @@ addresses of a later one. A kernel that adds to its output really adds, and no m
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from fa_autotune.dispatch.dispatcher import BackwardWay, Dispatcher
-from fa_autotune.evaluation.workload import acc_of_dq, bottom_right_diagonal, dq_of_acc, lse_and_delta_of, statistics_of
-from fa_autotune.kernels.fast_launch import Launch
-from fa_autotune.ops import backward as backward_plan
-from fa_autotune.ops.backward import BackwardCall, FusedBackward, SplitBackward, bind_backward
+from fa_autotune.evaluation.workload import acc_of_dq, dq_of_acc, lse_and_delta_of, statistics_of
+from fa_autotune.kernels.fast_launch import Counts, Launch
+from fa_autotune.ops import backward, call_kernels
+from fa_autotune.ops.backward import FusedBackward, SplitBackward, Targets, backward_of
+from fa_autotune.ops.call import BHSD, BOTTOM_RIGHT, BSHD, FULL, GENERATED, NO_EXTRAS, UNORDERED, Call, Saved
+from fa_autotune.ops.call_kernels import CallKernels
 from fa_autotune.ops.memory import access_of, contiguous
+from fa_autotune.ops.rows.kinds import rows_of
 from fa_autotune.problem.family import Access, AttentionFamily
 from fa_autotune.problem.passes import FUSED_BACKWARD, SPLIT_BACKWARD, Pass
 from fa_autotune.problem.problem import AttentionProblem
@@ -35,24 +40,33 @@ class PlainKernels:
     """Stands for the kernels of a GPU: plain torch on the memory that a launch gives."""
 
     dispatcher: Dispatcher
+    chosen: list[AttentionFamily] = field(default_factory=list)
     bound: list[AttentionFamily] = field(default_factory=list)
     launched: list[Pass] = field(default_factory=list)
     dq_acc_was_zero: bool | None = None
 
+    def kernel_for(self, problem: AttentionProblem, index: int) -> Any:
+        """As `loaded_kernels.kernel_for`: as much of a loaded kernel as a backward reads."""
+        self.chosen.append(problem.family)
+        return SimpleNamespace(problem=problem, candidate=SimpleNamespace(family=problem.family))
+
     def bind(
-        self, problem: AttentionProblem, tensors: Sequence[Tensor], *numbers: float | int | None, gpu: int | None = None
+        self, kernel: Any, tensors: Sequence[Tensor], numbers: Sequence[float | int | None], *, is_counted: bool
     ) -> Launch:
-        """As `bound_launch.bind`: of the tensors of a launch only the addresses are read."""
+        """As `fast_launch.bind`: of the tensors of a launch only the addresses are read."""
+        problem: AttentionProblem = kernel.problem
         self.bound.append(problem.family)
         places = [(tensor.shape, tensor.stride()) for tensor in tensors]
 
-        def launch(*actual: Tensor) -> None:
+        def launch(counts: Counts | None, *actual: Tensor) -> None:
+            assert counts is None
             views = [
                 tensor.as_strided(*place, tensor.storage_offset()) for tensor, place in zip(actual, places, strict=True)
             ]
             self.launched.append(problem.family.kernel_pass)
             self._run(problem, *views, numbers=numbers)
 
+        assert not is_counted
         return launch
 
     def _run(self, problem: AttentionProblem, *views: Tensor, numbers: Sequence[float | int | None]) -> None:
@@ -95,9 +109,9 @@ class PlainKernels:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> PlainKernels:
     """Plain kernels in place of those of an untuned H200."""
     plain = PlainKernels(dispatcher=dispatcher())
-    monkeypatch.setattr(backward_plan, "bind", plain.bind)
-    monkeypatch.setattr(backward_plan, "kernel_for", lambda problem, index: problem)
-    monkeypatch.setattr(backward_plan, "dispatcher_of", lambda index: plain.dispatcher)
+    monkeypatch.setattr(call_kernels, "bind", plain.bind)
+    monkeypatch.setattr(call_kernels, "kernel_for", plain.kernel_for)
+    monkeypatch.setattr(backward, "dispatcher_of", lambda index: plain.dispatcher)
     return plain
 
 
@@ -106,30 +120,39 @@ def poisoned(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
     return tensor.fill_(NAN if dtype.is_floating_point else 7)
 
 
+SCALE = 0.3
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A call on random tensors, (batch, heads, seqlen, head_dim)."""
+    """A call on random tensors, in the call's layout."""
 
-    call: BackwardCall
-    inputs: tuple[Tensor, ...]  # q, k, v, out, lse, d_out
+    call: CallKernels
+    saved: Saved
+    d_out: Tensor
 
     @property
-    def targets(self) -> tuple[Tensor, Tensor, Tensor]:
+    def targets(self) -> Targets:
         """Poisoned memory for dq, dk and dv."""
-        q, k, v = (torch.full_like(tensor, NAN) for tensor in self.inputs[:3])
-        return q, k, v
+        q, k, v, *_ = self.saved
+        return Targets(*(torch.full_like(tensor, NAN) for tensor in (q, k, v)))
 
     def expected(self, d_lse: Tensor | None = None) -> tuple[Tensor, ...]:
-        """The gradients in the dtype of the inputs."""
-        q, k, v, out, lse, d_out = self.inputs
+        """The gradients (batch, heads, seqlen, head_dim) in the dtype of the inputs."""
+        q, k, v, out, d_out = map(self.call.rows.view, (*self.saved[:4], self.d_out))
         delta = (out.double() * d_out.double()).sum(-1) - (0 if d_lse is None else d_lse.double())
-        tensors = (tensor.double() for tensor in (q, k, v, d_out, lse, delta))
-        scale, diagonal = self.call.softmax_scale, self.call.diagonal
-        found = gradients_from_statistics(*tensors, softmax_scale=scale, diagonal=diagonal, dtype=torch.float64)
+        tensors = (tensor.double() for tensor in (q, k, v, d_out, self.saved.lse, delta))
+        diagonal = k.shape[2] - q.shape[2] if self.call.call.mask == BOTTOM_RIGHT else None
+        found = gradients_from_statistics(*tensors, softmax_scale=SCALE, diagonal=diagonal, dtype=torch.float64)
         return tuple(gradient.to(q.dtype) for gradient in found)
 
+    def run(self, into: Targets, d_lse: Tensor | None = None) -> None:
+        """The way that is chosen for tensors that lie so."""
+        way = backward_of(self.call, self.saved, self.d_out, into)
+        assert way(self.saved, self.d_out, d_lse, into, wants_sinks=False) is None
 
-def make(text: str = "1x4x2x70x90x64,causal") -> Sample:
+
+def make(text: str = "1x4x2x70x90x64,causal", *, layout: int = BHSD, runs: int = GENERATED) -> Sample:
     problem = AttentionProblem.parse(text)
     family, shape = problem.family, problem.shape
     generator = torch.Generator().manual_seed(0)
@@ -142,21 +165,35 @@ def make(text: str = "1x4x2x70x90x64,causal") -> Sample:
             (shape.num_q_heads, shape.seqlen_q, family.head_dim_v),
         )
     )
-    diagonal = bottom_right_diagonal(problem)
-    out, lse = attention_reference(q, k, v, softmax_scale=0.3, diagonal=diagonal)
-    call = BackwardCall(problem=problem, index=0, softmax_scale=0.3, diagonal=diagonal, allocate=poisoned)
-    return Sample(call=call, inputs=(q, k, v, out.to(q.dtype), lse, d_out))
+    diagonal = shape.seqlen_k - shape.seqlen_q if family.bounded_right else None
+    out, lse = attention_reference(q, k, v, softmax_scale=SCALE, diagonal=diagonal)
+    tensors = q, k, v, out.to(q.dtype), d_out
+    if layout == BSHD:
+        tensors = tuple(tensor.transpose(1, 2).contiguous() for tensor in tensors)
+    q, k, v, out, d_out = tensors
+    call = Call(SCALE, BOTTOM_RIGHT if family.bounded_right else FULL, layout, runs)
+    return Sample(call=kernels_of(q, k, v, call), saved=Saved(q, k, v, out, lse), d_out=d_out)
 
 
-def assert_right(sample: Sample, found: Sequence[Tensor], d_lse: Tensor | None = None) -> None:
-    for name, gradient, expected in zip(("dq", "dk", "dv"), found, sample.expected(d_lse), strict=True):
-        torch.testing.assert_close(gradient, expected, msg=lambda text, name=name: f"{name}: {text}")
+def kernels_of(q: Tensor, k: Tensor, v: Tensor, call: Call) -> CallKernels:
+    """Those of a call whose workspaces are poisoned."""
+    kernels = CallKernels(rows_of(call.layout), q, k, v, NO_EXTRAS, call)
+    kernels.home = replace(kernels.home, allocate=poisoned)
+    return kernels
 
 
-def run_fused(sample: Sample, d_lse: Tensor | None = None, *, unordered: bool = False) -> tuple[Tensor, ...]:
-    backward = FusedBackward(sample.call, *sample.inputs, *sample.targets, unordered=unordered)
+def assert_right(sample: Sample, found: Targets, d_lse: Tensor | None = None) -> None:
+    """Those gradients that there are."""
+    views = [one if one is None else sample.call.rows.view(one) for one in (found.q, found.k, found.v)]
+    for name, gradient, expected in zip(("dq", "dk", "dv"), views, sample.expected(d_lse), strict=True):
+        if gradient is not None:
+            torch.testing.assert_close(gradient, expected, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def run_fused(sample: Sample, d_lse: Tensor | None = None, *, unordered: bool = False) -> Targets:
     found = sample.targets
-    backward(*sample.inputs, d_lse, *found)
+    way = FusedBackward(sample.call, sample.saved, sample.d_out, found.q, unordered=unordered)
+    way(sample.saved, sample.d_out, d_lse, found, wants_sinks=False)
     return found
 
 
@@ -187,7 +224,7 @@ def test_a_gradient_into_lse_is_honoured(strides: str, way: BackwardWay, kernels
         "every second": d_lse.repeat_interleave(2, dim=2)[..., ::2],
     }[strides]
     found = sample.targets
-    bind_backward(sample.call, *sample.inputs, *found, unordered=False)(*sample.inputs, d_lse, *found)
+    sample.run(found, d_lse)
     assert_right(sample, found, d_lse)
     assert kernels.launched == [*(FUSED_BACKWARD if way is BackwardWay.FUSED else SPLIT_BACKWARD)]
 
@@ -200,23 +237,28 @@ def test_dq_is_cleared_only_where_parts_are_added_in_any_order(unordered: bool, 
     assert [family.unordered for family in kernels.bound] == [False, unordered, False]
 
 
-def test_a_backward_runs_again_on_other_tensors(kernels: PlainKernels) -> None:
-    first = make()
-    backward = FusedBackward(first.call, *first.inputs, *first.targets, unordered=True)
-    second = replace(first, inputs=tuple(tensor.clone() for tensor in first.inputs))
-    second.inputs[5].mul_(-2)
+@pytest.mark.parametrize("layout", [BHSD, BSHD], ids=["bhsd", "bshd"])
+def test_a_backward_runs_again_on_other_tensors(layout: int, kernels: PlainKernels) -> None:
+    """Its kernels are bound by the first run, to no tensor of it."""
+    first = make(layout=layout)
+    targets = first.targets
+    way = FusedBackward(first.call, first.saved, first.d_out, targets.q, unordered=True)
+    saved = Saved(*(tensor.clone() for tensor in first.saved[:5]))
+    second = replace(first, saved=saved, d_out=first.d_out * -2)
     for sample in (first, second, first):
         found = sample.targets
-        backward(*sample.inputs, None, *found)
+        way(sample.saved, sample.d_out, None, found, wants_sinks=False)
         assert_right(sample, found)
+    assert len(kernels.chosen) == len(kernels.bound) == 3
 
 
 def test_the_callers_tensors_are_never_written(kernels: PlainKernels) -> None:
     sample = make()
     d_lse = torch.ones(1, 4, 70)
-    before = [tensor.clone() for tensor in sample.inputs]
+    inputs = (*sample.saved[:5], sample.d_out)
+    before = [tensor.clone() for tensor in inputs]
     run_fused(sample, d_lse, unordered=True)
-    assert all(map(torch.equal, sample.inputs, before))
+    assert all(map(torch.equal, inputs, before))
     assert (d_lse == 1).all()
 
 
@@ -229,51 +271,37 @@ NEEDED = {
 }
 
 
+either_order = pytest.mark.parametrize("runs", [GENERATED, UNORDERED], ids=["ordered", "unordered"])
+
+
 @pytest.mark.parametrize("needed", NEEDED)
-@pytest.mark.parametrize("unordered", [False, True])
-def test_only_what_needs_all_gradients_goes_the_fused_way(unordered: bool, needed: str, kernels: PlainKernels) -> None:
-    sample = make()
-    found = [
-        target if name in needed else None for name, target in zip(("dq", "dk", "dv"), sample.targets, strict=True)
-    ]
-    backward = bind_backward(sample.call, *sample.inputs, *found, unordered=unordered)
-    backward(*sample.inputs, None, *found)
-    for gradient, expected in zip(found, sample.expected(), strict=True):
-        if gradient is not None:
-            torch.testing.assert_close(gradient, expected)
+@either_order
+def test_only_what_needs_all_gradients_goes_the_fused_way(runs: int, needed: str, kernels: PlainKernels) -> None:
+    sample = make(runs=runs)
+    everything = sample.targets
+    found = Targets(*(getattr(everything, name) if f"d{name}" in needed else None for name in "qkv"))
+    sample.run(found)
+    assert_right(sample, found)
     assert kernels.launched == [*NEEDED[needed]]
 
 
-@pytest.mark.parametrize("unordered", [False, True])
+@either_order
 @pytest.mark.parametrize(
     ("fused_ms", "split_ms", "unordered_ms"), [(3, 4, 5), (4, 3, 5), (4, 5, 3)], ids=["fused", "split", "unordered"]
 )
 def test_a_call_goes_the_way_that_dispatch_names(
-    fused_ms: float, split_ms: float, unordered_ms: float, unordered: bool, kernels: PlainKernels
+    fused_ms: float, split_ms: float, unordered_ms: float, runs: int, kernels: PlainKernels
 ) -> None:
-    sample = make()
+    sample = make(runs=runs)
     problem = sample.call.problem
     rows = all_winners(problem, fused_ms=fused_ms, split_ms=split_ms, unordered_ms=unordered_ms)
     kernels.dispatcher = dispatcher(*rows)
     found = sample.targets
-    bind_backward(sample.call, *sample.inputs, *found, unordered=unordered)(*sample.inputs, None, *found)
+    sample.run(found)
     assert_right(sample, found)
-    chosen = [one.family for one in kernels.dispatcher.backward(problem, unordered=unordered)]
-    assert kernels.bound == chosen
+    chosen = [one.family for one in kernels.dispatcher.backward(problem, unordered=runs == UNORDERED)]
+    assert kernels.chosen == kernels.bound == chosen
     assert kernels.launched == [family.kernel_pass for family in chosen]
-
-
-@pytest.mark.parametrize("access", [Access.ALIGNED, Access.ANY])
-def test_the_tensors_that_came_back_decide_and_not_those_of_the_forward(access: Access, kernels: PlainKernels) -> None:
-    """A hook on saved tensors may give contiguous ones back."""
-    sample = make()
-    problem = replace(sample.call.problem, family=replace(sample.call.problem.family, access=access))
-    call = replace(sample.call, problem=problem)
-    assert isinstance(bind_backward(call, *sample.inputs, *sample.targets, unordered=False), FusedBackward)
-    assert {family.access for family in kernels.bound} == {Access.TMA}
-
-
-# --- where gradients are written --------------------------------------------------------------------------------------
 
 
 def late(tensor: Tensor) -> Tensor:
@@ -281,77 +309,83 @@ def late(tensor: Tensor) -> Tensor:
     return tensor.new_full((tensor.numel() + 1,), NAN)[1:].view(tensor.shape)
 
 
-def parts_of_one(sample: Sample) -> tuple[Tensor, ...]:
-    """dq, dk and dv as parts of one gradient (batch, seqlen, 3, heads, head_dim)."""
-    batch_size, heads, seqlen, head_dim = sample.inputs[0].shape
-    whole = torch.full((batch_size, seqlen, 3, heads, head_dim), NAN, dtype=sample.inputs[0].dtype)
-    return tuple(part.transpose(1, 2) for part in whole.unbind(2))
+def expanded(tensor: Tensor) -> Tensor:
+    """One head for all."""
+    return tensor[:, :1].expand(tensor.shape)
 
 
-def test_gradients_are_written_into_parts_of_one_tensor(kernels: PlainKernels) -> None:
-    sample = make("2x3x3x70x70x64,causal")
-    found = parts_of_one(sample)
-    assert not any(part.is_contiguous() for part in found)
-    bind_backward(sample.call, *sample.inputs, *found, unordered=False)(*sample.inputs, None, *found)
+views = pytest.mark.parametrize(("view", "access"), [(late, Access.ANY), (expanded, Access.ALIGNED)])
+
+
+@views
+def test_the_tensors_that_came_back_decide_and_not_those_of_the_forward(
+    view: Callable[[Tensor], Tensor], access: Access, kernels: PlainKernels
+) -> None:
+    """A hook on saved tensors may give contiguous ones back."""
+    sample = make()
+    q, k, v, *_ = sample.saved
+    call = kernels_of(view(q), k, v, sample.call.call)
+    assert call.family.access is access
+    assert isinstance(backward_of(call, sample.saved, sample.d_out, sample.targets), FusedBackward)
+    assert {family.access for family in kernels.chosen} == {Access.TMA}
+
+
+# --- where gradients are written --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [BHSD, BSHD], ids=["bhsd", "bshd"])
+def test_gradients_are_written_into_parts_of_one_tensor(layout: int, kernels: PlainKernels) -> None:
+    sample = make("2x3x3x70x70x64,causal", layout=layout)
+    whole = torch.full((2, 70, 3, 3, 64), NAN, dtype=sample.d_out.dtype)
+    found = Targets(*(part if layout == BSHD else part.transpose(1, 2) for part in whole.unbind(2)))
+    assert not any(part.is_contiguous() for part in (found.q, found.k, found.v))
+    sample.run(found)
     assert_right(sample, found)
     assert kernels.launched == [*FUSED_BACKWARD]
 
 
-def test_a_later_call_may_give_its_tensors_with_other_axes(kernels: PlainKernels) -> None:
-    sample = make("2x3x3x70x70x64,causal")
-    found = parts_of_one(sample)
-    inputs = [
-        tensor if tensor.ndim == 3 else tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in sample.inputs
-    ]
-    backward = bind_backward(sample.call, *inputs, *found, unordered=False)
-    q, k, v, out, lse, d_out, dq, dk, dv = (
-        tensor if tensor.ndim == 3 else tensor.transpose(1, 2) for tensor in (*inputs, *found)
-    )
-    backward(q, k, v, out, lse, d_out, None, dq, dk, dv)
-    assert_right(sample, found)
-    assert isinstance(backward, FusedBackward)
-
-
-@pytest.mark.parametrize("number", [1, 2], ids=["dk", "dv"])
-def test_where_descriptors_cant_write_dk_or_dv_the_split_way_does(number: int, kernels: PlainKernels) -> None:
+@pytest.mark.parametrize("name", ["k", "v"], ids=["dk", "dv"])
+def test_where_descriptors_cant_write_dk_or_dv_the_split_way_does(name: str, kernels: PlainKernels) -> None:
     sample = make()
-    found = list(sample.targets)
-    found[number] = late(found[number])
-    bind_backward(sample.call, *sample.inputs, *found, unordered=False)(*sample.inputs, None, *found)
+    found = sample.targets
+    found = found._replace(**{name: late(getattr(found, name))})
+    sample.run(found)
     assert_right(sample, found)
     assert kernels.launched == [*SPLIT_BACKWARD]
 
 
 def test_dq_may_lie_anywhere_in_the_fused_way(kernels: PlainKernels) -> None:
     sample = make()
-    dq, dk, dv = sample.targets
-    dq = late(dq)
-    bind_backward(sample.call, *sample.inputs, dq, dk, dv, unordered=False)(*sample.inputs, None, dq, dk, dv)
-    assert_right(sample, (dq, dk, dv))
+    found = sample.targets
+    found = found._replace(q=late(found.q))
+    sample.run(found)
+    assert_right(sample, found)
     assert [family.access for family in kernels.bound] == [Access.TMA, Access.TMA, Access.ANY]
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 5], ids=["q", "k", "v", "do"])
-@pytest.mark.parametrize("view", [late, lambda tensor: tensor[:, :1].expand(tensor.shape)], ids=["late", "expanded"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "do"])
+@views
 def test_where_descriptors_cant_read_an_input_the_split_way_does(
-    view: Callable[[Tensor], Tensor], number: int, kernels: PlainKernels
+    view: Callable[[Tensor], Tensor], access: Access, name: str, kernels: PlainKernels
 ) -> None:
     sample = make()
-    inputs = list(sample.inputs)
-    inputs[number] = view(inputs[number])
-    backward = bind_backward(sample.call, *inputs, *sample.targets, unordered=False)
-    assert isinstance(backward, SplitBackward)
-    access = access_of(inputs[number])
-    assert access is not Access.TMA
-    assert {family.access for family in kernels.bound if family.kernel_pass is not Pass.BWD_DELTA} == {access}
+    saved, d_out = sample.saved, sample.d_out
+    if name == "do":
+        d_out = view(d_out)
+    else:
+        saved = saved._replace(**{name: view(getattr(saved, name))})
+    way = backward_of(sample.call, saved, d_out, sample.targets)
+    assert isinstance(way, SplitBackward)
+    assert access_of(d_out if name == "do" else getattr(saved, name)) is access
+    assert {one.access for one in kernels.chosen if one.kernel_pass is not Pass.BWD_DELTA} == {access}
 
 
 def test_an_unaligned_out_is_read_by_a_preprocessing_for_any_access(kernels: PlainKernels) -> None:
     sample = make()
-    *others, out, lse, d_out = sample.inputs
-    inputs = (*others, late(out).copy_(out), lse, d_out)
+    out = sample.saved.out
+    sample = replace(sample, saved=sample.saved._replace(out=late(out).copy_(out)))
     found = sample.targets
-    bind_backward(sample.call, *inputs, *found, unordered=False)(*inputs, None, *found)
+    sample.run(found)
     assert_right(sample, found)
     assert [family.access for family in kernels.bound] == [Access.ANY, Access.TMA, Access.TMA]
 

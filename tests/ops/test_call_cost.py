@@ -11,8 +11,7 @@ from fa_autotune.dispatch import loaded_kernels as live_kernels
 from fa_autotune.dispatch.dispatcher import Dispatcher
 from fa_autotune.errors import InvalidProblemError
 from fa_autotune.kernels import loaded as launch
-from fa_autotune.ops import backward as backward_plan
-from fa_autotune.ops import kernel_plan
+from fa_autotune.ops import call_kernels, kernel_plan
 from fa_autotune.ops import plans as calls
 from fa_autotune.problem.family import Access
 from fa_autotune.problem.passes import SPLIT_BACKWARD, Pass
@@ -129,10 +128,13 @@ def test_warmup_on_what_is_no_gpu_is_an_error(device: str, reference_only: None)
 def test_a_second_backward_decides_binds_and_loads_nothing(cold: None, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = make_small()
     first = gradients(q, k, v, causal=True)
-    for module in (kernel_plan, backward_plan):
-        monkeypatch.setattr(module, "bind", None)  # not to be called
-        monkeypatch.setattr(module, "kernel_for", None)
-    monkeypatch.setattr(calls, "KernelPlan", None)
+    for module, name in (
+        (call_kernels, "bind"),
+        (call_kernels, "kernel_for"),
+        (kernel_plan, "backward_of"),
+        (calls, "KernelPlan"),
+    ):
+        monkeypatch.setattr(module, name, None)  # not to be called
     assert all(map(torch.equal, gradients(q.clone(), k, v, causal=True), first))
 
 

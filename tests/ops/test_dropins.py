@@ -17,7 +17,7 @@ from fa_autotune import (
     scaled_dot_product_attention,
 )
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
-from fa_autotune.ops import kernel_plan
+from fa_autotune.ops import call_kernels
 from kit.attention_calls import (
     BFLOAT16,
     DEVICE,
@@ -237,9 +237,9 @@ def test_the_output_of_sdpa_lies_in_memory_as_the_query_does() -> None:
 @runs_kernels
 def test_one_kv_head_for_all_is_not_repeated(cold: None, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    kernel_for = kernel_plan.kernel_for
+    kernel_for = call_kernels.kernel_for
     monkeypatch.setattr(
-        kernel_plan, "kernel_for", lambda problem, index: asked.append(problem) or kernel_for(problem, index)
+        call_kernels, "kernel_for", lambda problem, index: asked.append(problem) or kernel_for(problem, index)
     )
     scaled_dot_product_attention(randn(1, 4, 5, 16), randn(1, 1, 7, 16), randn(1, 1, 7, 16))
     assert [problem.shape.num_kv_heads for problem in asked] == [1]

@@ -19,8 +19,7 @@ from fa_autotune import (
     scaled_dot_product_attention,
 )
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
-from fa_autotune.ops.arguments import FULL, GENERATED, OPEN
-from fa_autotune.ops.memory import BSHD
+from fa_autotune.ops.call import BSHD, FULL, GENERATED, Call, Needed
 from fa_autotune.problem.family import Access
 from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
@@ -331,11 +330,11 @@ def test_a_compiled_call_has_the_gradients_of_its_own_weights(reference_only: No
 
 def test_the_operators_keep_their_promises_with_dropout(reference_only: None) -> None:
     tensors = requiring(*make(20, 30, dtype=FLOAT32, device=CPU))
-    call, seed = (None, FULL, BSHD, GENERATED, OPEN, OPEN, 0.0, 0.3), torch.tensor([99])
+    call, seed = Call(None, FULL, BSHD, GENERATED, dropout_p=0.3), torch.tensor([99])
     torch.library.opcheck(torch.ops.fa_autotune.forward.default, (*tensors, *call), {"dropout_seed": seed})
     out, lse = (one.detach() for one in torch.ops.fa_autotune.forward(*tensors, *call, dropout_seed=seed))
     plain = (one.detach() for one in (torch.randn_like(out), torch.randn_like(lse), *tensors, out, lse))
-    arguments = (*plain, [True, True, True], *call)
+    arguments = (*plain, list(Needed(True, True, True)), *call)
     torch.library.opcheck(torch.ops.fa_autotune.backward.default, arguments, {"dropout_seed": seed})
 
 
@@ -422,4 +421,4 @@ def test_a_p_that_is_none_is_an_error(dropout_p: Any) -> None:
 def test_an_operator_without_a_seed_is_an_error() -> None:
     tensors = make(device=CPU)
     with pytest.raises(InvalidProblemError, match=r"dropout_p=0\.3 with dropout_seed=None: dropout takes both"):
-        torch.ops.fa_autotune.forward(*tensors, None, FULL, BSHD, GENERATED, OPEN, OPEN, 0.0, 0.3)
+        torch.ops.fa_autotune.forward(*tensors, *Call(None, FULL, BSHD, GENERATED, dropout_p=0.3))

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fa_autotune import attention
 from fa_autotune.errors import InvalidProblemError
-from fa_autotune.ops.arguments import FULL, GENERATED
-from fa_autotune.ops.memory import BSHD
+from fa_autotune.ops.call import BSHD, FULL, GENERATED, Call
 from fa_autotune.problem.passes import SPLIT_BACKWARD, Pass
 from fa_autotune.space.candidate import Candidate
 from kit.attention_calls import (
@@ -64,7 +63,7 @@ class Swallow(torch.autograd.Function):
 def test_no_gradient_at_all_comes_back_from_the_operator() -> None:
     q, k, v = requiring(*make_small())
     (sinks,) = requiring(SINKS[: q.shape[2]].expand(q.shape[0], -1).clone())
-    out, _ = torch.ops.fa_autotune.forward(q, k, v, None, FULL, BSHD, GENERATED, sinks=sinks)
+    out, _ = torch.ops.fa_autotune.forward(q, k, v, *Call(None, FULL, BSHD, GENERATED), sinks=sinks)
     Swallow.apply(out).sum().backward()
     assert [tensor.grad for tensor in (q, k, v, sinks)] == [None] * 4
 

@@ -19,9 +19,19 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fa_autotune import attention, flash_attn_func, flash_attn_qkvpacked_func, scaled_dot_product_attention
-from fa_autotune.ops.arguments import BOTTOM_RIGHT, FULL, GENERATED, TOP_LEFT, WINDOW
-from fa_autotune.ops.kernel_plan import CallArguments
-from fa_autotune.ops.memory import BHSD, BHSD_STORED_AS_BSHD, BSHD
+from fa_autotune.ops.call import (
+    BHSD,
+    BHSD_STORED_AS_BSHD,
+    BOTTOM_RIGHT,
+    BSHD,
+    FULL,
+    GENERATED,
+    TOP_LEFT,
+    WINDOW,
+    Call,
+    Extras,
+    Needed,
+)
 from kit.attention_calls import (
     BFLOAT16,
     DEVICE,
@@ -270,8 +280,8 @@ def test_a_dispatch_mode_sees_forward_and_backward(reference_only: None) -> None
 # --- the operators ----------------------------------------------------------------------------------------------------
 
 
-def call(mask: int = BOTTOM_RIGHT, layout: int = BSHD, scale: float | None = None, **others: Any) -> CallArguments:
-    return CallArguments(scale, mask, layout, GENERATED, **others)
+def call(mask: int = BOTTOM_RIGHT, layout: int = BSHD, scale: float | None = None, **others: Any) -> Call:
+    return Call(scale, mask, layout, GENERATED, **others)
 
 
 @pytest.mark.parametrize(
@@ -284,8 +294,8 @@ def call(mask: int = BOTTOM_RIGHT, layout: int = BSHD, scale: float | None = Non
         call(scale=0.0),
         call(WINDOW, window_left=5, window_right=2),
         call(softcap=1.5),
-        (*call(), torch.rand(2, 20), None),
-        (*call(), None, torch.rand(2, 20, requires_grad=True)),
+        (*call(), *Extras(alibi_slopes=torch.rand(2, 20))),
+        (*call(), *Extras(sinks=torch.rand(2, 20, requires_grad=True))),
     ],
     ids=["causal", "full bhsd", "top-left", "negative scale", "zero scale", "window", "softcap", "alibi", "sinks"],
 )
@@ -300,21 +310,24 @@ def test_the_forward_operator_keeps_its_promises_with_kernels() -> None:
     torch.library.opcheck(OPS.forward.default, (*requiring(*make(20, 20, batch=1)), *call()))
 
 
-@pytest.mark.parametrize("needed", [[True] * 3 + [False], [True] + [False] * 3, [False, False, True, False]])
+@pytest.mark.parametrize("needed", [Needed(True, True, True), Needed(True, False, False), Needed(False, False, True)])
 @pytest.mark.parametrize("given", ["d_out", "d_lse", "both"])
-def test_the_backward_operator_keeps_its_promises(given: str, needed: list[bool], reference_only: None) -> None:
+def test_the_backward_operator_keeps_its_promises(given: str, needed: Needed, reference_only: None) -> None:
     tensors = make(20, 30, dtype=FLOAT32, device=torch.device("cpu"))
     out, lse = OPS.forward(*tensors, *call())
     d_out = None if given == "d_lse" else torch.randn_like(out)
     d_lse = None if given == "d_out" else torch.randn_like(lse)
-    torch.library.opcheck(OPS.backward.default, (d_out, d_lse, *tensors, out, lse, needed, *call()))
+    torch.library.opcheck(OPS.backward.default, (d_out, d_lse, *tensors, out, lse, list(needed), *call()))
 
 
 def test_the_backward_operator_keeps_its_promises_with_sinks(reference_only: None) -> None:
-    tensors, extras = make(20, 30, dtype=FLOAT32, device=torch.device("cpu")), (torch.rand(2, 4), torch.rand(2, 4))
+    tensors, extras = (
+        make(20, 30, dtype=FLOAT32, device=torch.device("cpu")),
+        Extras(torch.rand(2, 4), torch.rand(2, 4)),
+    )
     out, lse = OPS.forward(*tensors, *call(), *extras)
-    for needed in ([True] * 4, [False, False, False, True]):
-        arguments = (torch.randn_like(out), torch.randn_like(lse), *tensors, out, lse, needed, *call(), *extras)
+    for needed in (Needed(True, True, True, sinks=True), Needed(False, False, False, sinks=True)):
+        arguments = (torch.randn_like(out), torch.randn_like(lse), *tensors, out, lse, list(needed), *call(), *extras)
         torch.library.opcheck(OPS.backward.default, arguments)
 
 
@@ -322,7 +335,8 @@ def test_the_backward_operator_keeps_its_promises_with_sinks(reference_only: Non
 def test_the_backward_operator_keeps_its_promises_with_kernels() -> None:
     tensors = make(20, 20, batch=1)
     out, lse = OPS.forward(*tensors, *call())
-    arguments = (torch.randn_like(out), torch.randn_like(lse), *tensors, out, lse, [True, True, True, False], *call())
+    needed = list(Needed(True, True, True))
+    arguments = (torch.randn_like(out), torch.randn_like(lse), *tensors, out, lse, needed, *call())
     torch.library.opcheck(OPS.backward.default, arguments)
 
 

@@ -21,8 +21,9 @@ from fa_autotune import (
     flash_attn_varlen_qkvpacked_func,
 )
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
-from fa_autotune.ops import varlen_calls
-from fa_autotune.ops.varlen_plan import VarlenPlan
+from fa_autotune.ops import plans
+from fa_autotune.ops.kernel_plan import KernelPlan
+from fa_autotune.ops.rows import packed
 from fa_autotune.space.candidate import Candidate
 from kit.attention_calls import BFLOAT16, DEVICE, FLOAT16, FLOAT32, MINUS_INF, interpreted, requiring, runs_kernels
 from kit.varlen_calls import (
@@ -268,7 +269,7 @@ def test_a_maximum_of_any_kind_is_never_read(loads: list[Candidate]) -> None:
     first = attention_varlen(*tensors, causal=True)
     for maximum in (20, 2, numpy.int64(20), torch.tensor(20), torch.tensor(7, device="meta"), None):
         assert torch.equal(attention_varlen(*tensors, maximum, maximum, causal=True), first)
-    assert (len(loads), len(varlen_calls._plans)) == (1, 1)
+    assert (len(loads), len(plans._plans)) == (1, 1)
 
 
 @runs_kernels
@@ -280,7 +281,7 @@ def test_ever_new_totals_make_few_plans_and_load_nothing_new(loads: list[Candida
         expected = attention_varlen(*tensors, causal=True, backend="reference")
         torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
     assert len(loads) <= 2  # the tile of very short sequences, and the others'
-    assert len([plan for plan in varlen_calls._plans.values() if isinstance(plan, VarlenPlan)]) <= 7
+    assert len([plan for plan in plans._plans.values() if isinstance(plan, KernelPlan)]) <= 7
 
 
 @runs_kernels
@@ -422,7 +423,7 @@ def spoiled(what: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def test_what_does_not_fit_together_is_refused_before_any_kernel(
     what: str, message: str, cold: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(varlen_calls, "VarlenPlan", None)  # not to be called
+    monkeypatch.setattr(plans, "KernelPlan", None)  # not to be called
     tensors, options = spoiled(what)
     with pytest.raises(InvalidProblemError, match=message):
         attention_varlen(*tensors, **options)
@@ -439,7 +440,7 @@ def test_a_call_that_shares_a_plan_is_checked_all_the_same() -> None:
 
 
 def test_more_rows_than_positions_are_refused(cold: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen_calls, "MAX_TOTAL", 20)
+    monkeypatch.setattr(packed, "MAX_TOTAL", 20)
     with pytest.raises(InvalidProblemError, match="q has 23 rows, kernels count up to 20; split the sequences"):
         attention_varlen(*small())
 

@@ -18,6 +18,7 @@ from fa_autotune import (
     flash_attn_varlen_qkvpacked_func,
 )
 from fa_autotune.errors import InvalidProblemError
+from fa_autotune.ops.call import FULL, GENERATED, PACKED, Call, Extras
 from fa_autotune.reference.dropout import draw_seed, dropout_mask, scale_of
 from kit.attention_calls import DEVICE, FLOAT32, MINUS_INF, gradient_of, requiring, runs_kernels
 from kit.varlen_calls import NAN, cu_seqlens, make_varlen
@@ -137,9 +138,9 @@ def test_a_share_that_is_none_is_refused() -> None:
 
 
 def test_the_operators_want_a_seed_with_dropout_and_none_without() -> None:
-    tensors = make_varlen([(9, 9)])
-    seed = draw_seed(tensors[0].device)
-    operator = torch.ops.fa_autotune.varlen_forward
+    q, k, v, *starts = make_varlen([(9, 9)])
+    seed = draw_seed(q.device)
     for p, given in ((0.5, None), (0.0, seed), (0.5, seed.float())):
+        call, extras = Call(None, FULL, PACKED, GENERATED, dropout_p=p), Extras(None, None, None, given, *starts)
         with pytest.raises(InvalidProblemError, match="dropout takes both, the seed int64"):
-            operator(*tensors, None, -1, -1, 0.0, 0, p, None, None, given)
+            torch.ops.fa_autotune.forward(q, k, v, *call, *extras)

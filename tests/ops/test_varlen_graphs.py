@@ -1,6 +1,6 @@
 """Sequences in a row in graphs: torch.compile, fake tensors, and the operators that those see."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -11,13 +11,13 @@ from torch._subclasses import FakeTensorMode
 
 from fa_autotune import attention_varlen, flash_attn_varlen_func, flash_attn_varlen_qkvpacked_func
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
-from fa_autotune.ops import varlen
-from fa_autotune.ops.arguments import GENERATED
+from fa_autotune.ops import autograd
+from fa_autotune.ops.call import FULL, GENERATED, PACKED, Call, Extras, Needed
 from kit.attention_calls import FLOAT32, of_torch, requiring, runs_kernels
 from kit.varlen_calls import gradient_like, make_varlen
 
 OPS = torch.ops.fa_autotune
-CALL = (None, -1, 0, 0.0, GENERATED, 0.0)
+CALL = Call(None, FULL, PACKED, GENERATED)
 SMALL = [(20, 24), (0, 3), (3, 5)]
 pytestmark = of_torch
 
@@ -100,26 +100,35 @@ def test_the_packed_form_compiles(reference_only: None) -> None:
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize("extras", [(None, None), (torch.rand(3, 2), torch.rand(2, requires_grad=True))])
-def test_the_forward_operator_keeps_its_promises(extras: tuple[Any, ...], reference_only: None) -> None:
-    tensors = [tensor.cpu() for tensor in small(dtype=FLOAT32)]
-    torch.library.opcheck(OPS.varlen_forward.default, (*tensors, *CALL, *extras))
-    torch.library.opcheck(OPS.varlen_forward.default, (*requiring(*tensors[:3]), *tensors[3:], *CALL, *extras))
+def call_of(tensors: Iterable[Tensor], **extras: Tensor) -> tuple[list[Tensor], Extras]:
+    """q, k and v, and a call's extras."""
+    q, k, v, starts_q, starts_k = tensors
+    return [q, k, v], Extras(cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, **extras)
 
 
-@pytest.mark.parametrize("needed", [[True] * 4, [True, False, False, False], [False, False, True, False]])
-def test_the_backward_operator_keeps_its_promises(needed: list[bool], reference_only: None) -> None:
-    tensors, extras = [tensor.cpu() for tensor in small(dtype=FLOAT32)], (torch.rand(3, 2), torch.rand(2))
-    out, lse = OPS.varlen_forward(*tensors, *CALL, *extras)
+@pytest.mark.parametrize("more", [{}, {"alibi_slopes": torch.rand(3, 2), "sinks": torch.rand(2, requires_grad=True)}])
+def test_the_forward_operator_keeps_its_promises(more: dict[str, Tensor], reference_only: None) -> None:
+    tensors, extras = call_of((tensor.cpu() for tensor in small(dtype=FLOAT32)), **more)
+    torch.library.opcheck(OPS.forward.default, (*tensors, *CALL, *extras))
+    torch.library.opcheck(OPS.forward.default, (*requiring(*tensors), *CALL, *extras))
+
+
+@pytest.mark.parametrize(
+    "needed", [Needed(True, True, True, sinks=True), Needed(True, False, False), Needed(False, False, True)]
+)
+def test_the_backward_operator_keeps_its_promises(needed: Needed, reference_only: None) -> None:
+    more = {"alibi_slopes": torch.rand(3, 2), "sinks": torch.rand(2)}
+    tensors, extras = call_of((tensor.cpu() for tensor in small(dtype=FLOAT32)), **more)
+    out, lse = OPS.forward(*tensors, *CALL, *extras)
     for d_out, d_lse in ((torch.randn_like(out), None), (None, torch.randn_like(lse))):
-        arguments = (d_out, d_lse, out, lse, needed, *tensors, *CALL, *extras)
-        torch.library.opcheck(OPS.varlen_backward.default, arguments)
+        arguments = (d_out, d_lse, *tensors, out, lse, list(needed), *CALL, *extras)
+        torch.library.opcheck(OPS.backward.default, arguments)
 
 
 @runs_kernels
 def test_the_operators_keep_their_promises_with_kernels() -> None:
-    tensors = small()
-    torch.library.opcheck(OPS.varlen_forward.default, (*requiring(*tensors[:3]), *tensors[3:], *CALL))
+    tensors, extras = call_of(small())
+    torch.library.opcheck(OPS.forward.default, (*requiring(*tensors), *CALL, *extras))
 
 
 def test_fake_tensors_have_the_shapes_of_the_results() -> None:
@@ -135,8 +144,8 @@ def test_fake_tensors_have_the_shapes_of_the_results() -> None:
 def test_nothing_in_eager_mode_goes_through_the_operators(
     reference_only: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(varlen, "varlen_op", None)  # not to be called
-    monkeypatch.setattr(varlen, "varlen_gradients_op", None)
+    monkeypatch.setattr(autograd, "attention_op", None)  # not to be called
+    monkeypatch.setattr(autograd, "gradients_op", None)
     tensors = [tensor.cpu() for tensor in small()]
     inputs = requiring(*tensors[:3])
     attention_varlen(*inputs, *tensors[3:]).sum().backward()

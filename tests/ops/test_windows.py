@@ -14,7 +14,7 @@ from fa_autotune import attention, flash_attn_func, flash_attn_kvpacked_func, fl
 from fa_autotune.dispatch.dispatcher import BackwardWay, Dispatcher
 from fa_autotune.dispatch.winners import Snapshot
 from fa_autotune.errors import InvalidProblemError, NoKernelError
-from fa_autotune.ops import kernel_plan
+from fa_autotune.ops import call_kernels
 from fa_autotune.problem.device import KNOWN_DEVICES
 from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
@@ -269,9 +269,9 @@ def test_the_gradient_of_a_packed_tensor_in_a_window_is_that_of_its_parts() -> N
 @pytest.mark.kernel
 def test_a_window_is_part_of_the_problem_that_is_dispatched(cold: None, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[AttentionProblem] = []
-    kernel_for = kernel_plan.kernel_for
+    kernel_for = call_kernels.kernel_for
     monkeypatch.setattr(
-        kernel_plan, "kernel_for", lambda problem, index: asked.append(problem) or kernel_for(problem, index)
+        call_kernels, "kernel_for", lambda problem, index: asked.append(problem) or kernel_for(problem, index)
     )
     for window in ((5, 0), (5, 1), (-1, 2), (3, -1)):
         attention(*make(37, 41, batch=1), window_size=window)

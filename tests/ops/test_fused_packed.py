@@ -1,4 +1,4 @@
-"""The fused way through `attention_varlen`: its own workspaces between the kernels, which here need no GPU.
+"""The fused backward of packed sequences: its own workspaces between the kernels, which here need no GPU.
 
 Those beside the fused one run in Triton's interpreter, that one in `gluon_emulator`.
 """
@@ -15,7 +15,7 @@ from fa_autotune import attention_varlen
 from fa_autotune.kernels.loaded import load_kernel
 from fa_autotune.kernels.modules import load_module, write_module
 from fa_autotune.kernels.render import render
-from fa_autotune.ops import varlen_calls, varlen_plan
+from fa_autotune.ops import backward, call_kernels, plans
 from fa_autotune.paths import interpreting
 from fa_autotune.problem.device import INTERPRETER
 from fa_autotune.problem.passes import FUSED_BACKWARD, Pass
@@ -30,7 +30,7 @@ LENGTHS = [(150, 141), (0, 0), (260, 290), (150, 0), (80, 130)]
 
 
 class EmulatedKernel:
-    """A Gluon kernel where `bound_launch` expects a loaded one."""
+    """A Gluon kernel where `fast_launch` expects a loaded one."""
 
     compiled = None
     is_persistent = False
@@ -62,9 +62,9 @@ def passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Pass]:
             return EmulatedKernel(deciding.decide(problem).candidate, tmp_path)
         return load_kernel(own.decide(problem).candidate, INTERPRETER.arch)
 
-    monkeypatch.setattr(varlen_plan, "dispatcher_of", lambda _index: deciding)
-    monkeypatch.setattr(varlen_plan, "kernel_for", kernel_for)
-    monkeypatch.setattr("fa_autotune.ops.varlen_calls._plans", {})
+    monkeypatch.setattr(backward, "dispatcher_of", lambda _index: deciding)
+    monkeypatch.setattr(call_kernels, "kernel_for", kernel_for)
+    monkeypatch.setattr(plans, "_plans", {})
     return found
 
 
@@ -96,7 +96,7 @@ def test_gradients_of_lse_and_of_sinks_go_through_it_whatever_the_lengths(passes
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, atol=0.03, rtol=0.03)
     assert passes == []  # of the reference
-    assert len(varlen_calls._plans) == 2
+    assert len(plans._plans) == 2
 
 
 def test_totals_without_keys_give_zeros(passes: list[Pass]) -> None:
