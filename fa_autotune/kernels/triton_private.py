@@ -269,7 +269,7 @@ class Encoder:
         """The descriptor of a tensor, by its shape and strides."""
         descriptor = object.__new__(type(self._prototype))
         descriptor.__dict__.update(
-            self._prototype.__dict__, base=base, shape=numbers[: self._rank], strides=numbers[self._rank :]
+            self._prototype.__dict__, base=base, shape=[*numbers[: self._rank]], strides=[*numbers[self._rank :]]
         )
         return descriptor
 

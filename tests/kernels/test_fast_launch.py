@@ -153,6 +153,7 @@ class Kernel:
         self.launchers: dict[int, Any] = {}
         self.is_persistent = is_persistent
         self.candidate = SimpleNamespace(family=SimpleNamespace(kernel_pass=kernel_pass))
+        self.owner = (*kernel_pass.spec.takes, *kernel_pass.spec.gives).index(kernel_pass.spec.owns)
         self.module = SimpleNamespace(arguments=arrange, SIGNATURE=dict.fromkeys(names))
         self.ran: list[tuple[tuple[int, ...], list[Any]]] = []  # by the public way: grids and arguments
         self.pieces: list[Tensor] = []

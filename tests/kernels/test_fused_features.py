@@ -321,7 +321,9 @@ class Bound(NamedTuple):
 def test_the_fused_kernels_are_given_what_the_call_says(monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[Bound] = []
 
-    def bind(kernel: Any, tensors: Any, numbers: Sequence[float | int | None], *, is_counted: bool) -> Launch:
+    def bind(
+        kernel: Any, tensors: Any, numbers: Sequence[float | int | None], *, is_counted: bool, like: Launch | None
+    ) -> Launch:
         bound.append(Bound(kernel.candidate.family.kernel_pass, tuple(numbers)))
         return lambda *_: None
 

@@ -51,7 +51,13 @@ class PlainKernels:
         return SimpleNamespace(problem=problem, candidate=SimpleNamespace(family=problem.family))
 
     def bind(
-        self, kernel: Any, tensors: Sequence[Tensor], numbers: Sequence[float | int | None], *, is_counted: bool
+        self,
+        kernel: Any,
+        tensors: Sequence[Tensor],
+        numbers: Sequence[float | int | None],
+        *,
+        is_counted: bool,
+        like: Launch | None,
     ) -> Launch:
         """As `fast_launch.bind`: of the tensors of a launch only the addresses are read."""
         problem: AttentionProblem = kernel.problem
