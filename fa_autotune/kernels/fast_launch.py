@@ -9,7 +9,6 @@ each; where `triton_private` does not know the launcher, launches go through Tri
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import count
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -26,8 +25,6 @@ MAX_REMEMBERED_DESCRIPTORS = 1024  # of one kernel; training comes back to the s
 _ALIGNED = 16  # bytes, of an address that a descriptor has
 _ADDRESSES = 1 << 64  # how far apart the keys of two bindings are
 
-Launch = Callable[..., None]  # of `Counts` (or None) and tensors
-
 
 class Counts(NamedTuple):
     """What changes from call to call of packed sequences: their number, and the rows of q and of k."""
@@ -35,6 +32,18 @@ class Counts(NamedTuple):
     num_sequences: int
     total_q: int
     total_k: int
+
+
+class Launch:
+    """A kernel bound to how its tensors lie: called with `Counts` (or None) and the tensors, or as `run(self, …)`."""
+
+    __slots__ = ("run",)
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self.run = run
+
+    def __call__(self, counts: Counts | None, *tensors: Tensor) -> None:
+        self.run(self, counts, *tensors)
 
 
 _COUNTED = {"num_sequences": 0, "total_q": 1, "total_k": 2, "seqlen_q": 1}  # kernels' names of what `Counts` hold
@@ -48,7 +57,7 @@ def bind(
     is_counted: bool = False,
     like: Launch | None = None,
 ) -> Launch:
-    """A function of `Counts` (or None) and tensors that launches a kernel; LaunchError for too large a grid.
+    """The launch of a kernel on tensors that lie like these; LaunchError for too large a grid.
 
     `tensors` and `numbers` together are what the kernel is called with; no tensor is kept. Later tensors come in this
     order and share shapes, strides and alignment, but may be views with other axes: only their addresses are read. A
@@ -71,8 +80,7 @@ def bind(
         launcher = kernel.launchers[index] = _launcher_of(kernel, arguments, (*tensors, *counter), index)
         if launcher is not None:
             return launcher.bind(arguments, programs)
-    places = _Places(arguments, (*tensors, *counter))
-    return partial(_launch_publicly, kernel, places, places.without_tensors(arguments), programs)
+    return _Public(kernel, _Places(arguments, (*tensors, *counter)), arguments, programs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, init=False)
@@ -113,19 +121,26 @@ class _Places:
         return filled
 
 
-def _launch_publicly(
-    kernel: LoadedKernel, places: _Places, values: Sequence[Any], programs: int, counts: Counts | None, *tensors: Tensor
-) -> None:
-    """A launch as Triton's documents have it; `programs` where no counts tell them."""
-    if counts is not None:
-        programs = _programs_of(kernel, counts, tensors)
-    if programs == 0:
-        return
-    filled = places.filled(values, (*tensors, *kernel.scratch(tensors[0].device)))
-    if counts is not None:
-        for position, number in _count_positions(kernel):
-            filled[position] = counts[number]
-    kernel.run((programs, 1, 1), filled)
+class _Public(Launch):
+    """A launch as Triton's documents have it."""
+
+    __slots__ = ("_kernel", "_places", "_programs", "_values")
+
+    def __init__(self, kernel: LoadedKernel, places: _Places, arguments: Sequence[Any], programs: int) -> None:
+        super().__init__(_Public._run)
+        self._kernel, self._places, self._programs = kernel, places, programs
+        self._values = places.without_tensors(arguments)
+
+    def _run(self, counts: Counts | None, *tensors: Tensor) -> None:
+        kernel = self._kernel
+        programs = self._programs if counts is None else _programs_of(kernel, counts, tensors)
+        if programs == 0:
+            return
+        filled = self._places.filled(self._values, (*tensors, *kernel.scratch(tensors[0].device)))
+        if counts is not None:
+            for position, number in _count_positions(kernel):
+                filled[position] = counts[number]
+        kernel.run((programs, 1, 1), filled)
 
 
 def _count_positions(kernel: LoadedKernel) -> list[tuple[int, int]]:
@@ -149,17 +164,14 @@ def _programs_of(kernel: LoadedKernel, counts: Counts, tensors: Sequence[Tensor]
 # --- past Triton's launcher -------------------------------------------------------------------------------------------
 
 
-class _Bound:
-    """A launch: the number of programs, a kernel's arguments but for what launches fill in, and where its keys begin
-    among those of descriptors. It has little else, so that many are cheap."""
+class _Bound(Launch):
+    """The number of programs, a kernel's arguments but for what launches fill in, and where its keys begin among those
+    of descriptors. It has little else, so that many are cheap."""
 
-    __slots__ = ("arguments", "offset", "programs", "run")
+    __slots__ = ("arguments", "offset", "programs")
 
     def __init__(self, run: Callable[..., None], programs: int, arguments: tuple[Any, ...], offset: int) -> None:
         self.run, self.programs, self.arguments, self.offset = run, programs, arguments, offset
-
-    def __call__(self, counts: Counts | None, *tensors: Tensor) -> None:
-        self.run(self, counts, *tensors)
 
 
 class _Launcher:
@@ -243,7 +255,7 @@ class _Launcher:
             place, encoder = begin - head_count, self._path.encoders.get(position)
             numbers = () if encoder is None else bound.arguments[place + 1 : place + encoder.count]
             values.append(bound.arguments[place] if encoder is None else encoder.described(None, numbers))
-        _launch_publicly(self._kernel, self._places, values, bound.programs, counts, *tensors)
+        _Public(self._kernel, self._places, values, bound.programs)(counts, *tensors)
 
 
 class _Described(NamedTuple):

@@ -71,7 +71,11 @@ class _Step:
         """Launch it on what its pass takes and gives."""
         if self._launch is None:
             self._launch = self._kernels.bound(self._kernel, tensors, extras)
-        self._launch(counts, *tensors, *(getattr(extras, name) for name in self._extras))
+        launch = self._launch
+        if self._extras:
+            launch.run(launch, counts, *tensors, *(getattr(extras, name) for name in self._extras))
+        else:
+            launch.run(launch, counts, *tensors)
 
 
 class SplitBackward:

@@ -18,7 +18,6 @@ from fa_autotune.ops.arguments import DTYPES
 from fa_autotune.ops.call import NO_EXTRAS, TF32, Call, Extras
 from fa_autotune.ops.memory import Allocate, access_of, allocator, is_loose
 from fa_autotune.ops.rows.rows import Bounds, Rows
-from fa_autotune.ops.torch_private import current_gpu
 from fa_autotune.problem.family import Access, AttentionFamily
 from fa_autotune.problem.passes import TENSORS, Element, Pass, TensorSpec
 from fa_autotune.problem.problem import AttentionProblem, AttentionShape
@@ -32,10 +31,6 @@ class Home:
     index: int
     dtype: torch.dtype
     allocate: Allocate
-
-    def is_elsewhere(self) -> bool:
-        """Whether on another GPU than the current one."""
-        return self.index >= 0 and current_gpu() != self.index
 
 
 @lru_cache(maxsize=64)

@@ -17,6 +17,7 @@ from fa_autotune.ops.call import NO_EXTRAS, Call, Extras, Gradients, Into, Neede
 from fa_autotune.ops.call_kernels import CallKernels
 from fa_autotune.ops.memory import Geometry, access_of, contiguous
 from fa_autotune.ops.rows.rows import Results, Rows
+from fa_autotune.ops.torch_private import current_gpu
 from fa_autotune.problem.family import Access
 from fa_autotune.problem.passes import Pass
 from fa_autotune.reference.features import summed_like
@@ -85,7 +86,7 @@ class KernelPlan(CallKernels):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
         home = self.home
-        if home.is_elsewhere():
+        if home.index >= 0 and current_gpu() != home.index:
             with torch.cuda.device(home.index):
                 return self.forward(q, k, v, extras)
         out_size, out_strides, lse_size, lse_strides = self._results or self.rows.results(q, v)
@@ -96,7 +97,7 @@ class KernelPlan(CallKernels):
             self._launch = launch = self.bound(self._forward_kernel, (q, k, v, out, lse), extras, self._like)
             self._like = None
         if extras is NO_EXTRAS:
-            launch(None, q, k, v, out, lse)
+            launch.run(launch, None, q, k, v, out, lse)
         else:
             launch(self.rows.counts(q, k, extras), q, k, v, out, lse, *extras.given())
         return out, lse
@@ -108,7 +109,7 @@ class KernelPlan(CallKernels):
 
         InvalidProblemError if they came back with another shape or dtype.
         """
-        if self.home.is_elsewhere():
+        if self.home.index >= 0 and current_gpu() != self.home.index:
             with torch.cuda.device(self.home.index):
                 return self.backward(saved, d_out, d_lse, needed, into)
         self._check_saved(saved)

@@ -16,7 +16,7 @@ from torch import Tensor
 from fa_autotune.ops.arguments import MAX_SCALE, MIN_SCALE, check_dropout, check_scale, check_seed, check_softcap
 from fa_autotune.ops.call import REFERENCE, Call, Extras, Gradients, Into, Needed, Saved
 from fa_autotune.ops.kernel_plan import KernelPlan
-from fa_autotune.ops.rows.kinds import rows_of
+from fa_autotune.ops.rows.kinds import ROWS
 from fa_autotune.ops.rows.rows import Rows
 from fa_autotune.paths import interpreting
 from fa_autotune.reference.features import sink_gradient
@@ -60,7 +60,7 @@ class Plan(Protocol):
 
 def plan_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call) -> Plan:
     """The plan of a call, made once; InvalidProblemError and UnsupportedError for a call that can't be served."""
-    rows = rows_of(call.layout)
+    rows = ROWS[call.layout]
     try:
         key = rows.key(q, k, v, extras, call)
     except (AttributeError, RuntimeError, IndexError, TypeError, ValueError):  # no tensors, or no dense ones

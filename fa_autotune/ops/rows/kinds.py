@@ -5,7 +5,7 @@ from fa_autotune.ops.rows.fixed import FixedRows
 from fa_autotune.ops.rows.packed import PackedRows
 from fa_autotune.ops.rows.rows import Rows
 
-_ROWS: dict[int, Rows] = {
+ROWS: dict[int, Rows] = {
     **{layout: FixedRows(layout) for layout in (BHSD, BSHD, BHSD_STORED_AS_BSHD)},
     PACKED: PackedRows(),
 }
@@ -13,4 +13,4 @@ _ROWS: dict[int, Rows] = {
 
 def rows_of(layout: int) -> Rows:
     """How the rows and keys of a layout's tensors are found."""
-    return _ROWS[layout]
+    return ROWS[layout]
