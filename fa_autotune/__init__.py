@@ -107,7 +107,7 @@ def __getattr__(name: str) -> Any:
         globals()[name] = value
         return value
     if instead := _PLANNED.get(name):
-        raise UnsupportedError(f"fa_autotune.{name} is not there yet in {__version__}; until then {instead}")
+        raise AttributeError(f"fa_autotune.{name} is not there yet in {__version__}; until then {instead}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

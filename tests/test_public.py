@@ -80,8 +80,15 @@ def test_attention_loads_neither_optuna_nor_the_command_line() -> None:
 
 @pytest.mark.parametrize("name", PLANNED)
 def test_a_planned_name_says_what_to_use_until_it_is_there(name: str) -> None:
-    with pytest.raises(fa_autotune.UnsupportedError, match=f"{name} is not there yet in .*; until then "):
+    with pytest.raises(AttributeError, match=f"{name} is not there yet in .*; until then "):
         getattr(fa_autotune, name)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_probe_for_a_name_that_is_not_there_finds_none(name: str) -> None:
+    assert not hasattr(fa_autotune, name)
+    with pytest.raises(ImportError, match=name):
+        exec(f"from fa_autotune import {name}")
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ from fa_autotune.ops.call import (
     GENERATED,
     NO_EXTRAS,
     PACKED,
-    TF32,
     UNORDERED,
     WINDOW,
     Call,
@@ -275,9 +274,8 @@ def _our_backward(
         starts_q, starts_k = lengths_of(problem, q.device)
         sinks = None if features.sinks is None else features.sinks[0]
         extras = extras._replace(sinks=sinks, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k)
-    runs = backend | TF32 if problem.family.tf32 else backend
     left, right = problem.window
-    call = Call(None, WINDOW, layout, runs, left, right, features.softcap, features.dropout_p)
+    call = Call(None, WINDOW, layout, backend, left, right, features.softcap, features.dropout_p, problem.family.tf32)
     extras = extras if extras.given() else NO_EXTRAS
     plan = plan_of(q, k, v, extras, call)
     out, lse = plan.forward(q, k, v, extras)

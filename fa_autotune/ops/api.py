@@ -161,10 +161,11 @@ def attention(
         raise InvalidProblemError(
             f'layout={layout!r} is not "bshd" (batch, seqlen, heads, head_dim) or "bhsd" (heads before seqlen)'
         )
-    runs = GENERATED if deterministic else UNORDERED
-    if backend != "generated" or fp32_precision != "ieee":
-        runs = _runs(backend, fp32_precision, runs)
-    call = call_of(_LAYOUTS[layout], runs, softmax_scale, causal, window_size, softcap, dropout_p)
+    by = GENERATED if deterministic else UNORDERED
+    if backend != "generated":
+        by = _reference(backend)
+    tf32 = False if fp32_precision == "ieee" else as_tf32(fp32_precision)
+    call = call_of(_LAYOUTS[layout], by, softmax_scale, causal, window_size, softcap, dropout_p, tf32)
     if alibi_slopes is sinks is attn_mask is None and call.dropout_p == 0.0:
         return attend(q, k, v, NO_EXTRAS, call, return_lse)
     rows_of(call.layout).check_kinds(q, k, v, NO_EXTRAS)
@@ -312,10 +313,9 @@ def attention_varlen(
             v_scale=v_scale,
         )
     check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    runs = GENERATED
-    if backend != "generated" or fp32_precision != "ieee":
-        runs = _runs(backend, fp32_precision, runs)
-    call = call_of(PACKED, runs, softmax_scale, causal, window_size, softcap, dropout_p)
+    by = GENERATED if backend == "generated" else _reference(backend)
+    tf32 = False if fp32_precision == "ieee" else as_tf32(fp32_precision)
+    call = call_of(PACKED, by, softmax_scale, causal, window_size, softcap, dropout_p, tf32)
     starts = Extras(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if alibi_slopes is sinks is None and call.dropout_p == 0.0:
         return attend(q, k, v, starts, call, return_lse)
@@ -340,12 +340,11 @@ def check_max_seqlens(**values: Any) -> None:
             raise InvalidProblemError(f"{name}={value!r} is no integer; leave it out, no kernel needs it") from None
 
 
-def _runs(backend: Any, fp32_precision: Any, generated: int) -> int:
-    """What runs a call."""
-    if backend not in ("generated", "reference"):
+def _reference(backend: Any) -> int:
+    """The one backend beside the usual one."""
+    if not (isinstance(backend, str) and backend == "reference"):
         raise InvalidProblemError(f'backend={backend!r} is not "generated" or "reference"; leave it out for kernels')
-    runs = REFERENCE if backend == "reference" else generated
-    return runs if fp32_precision == "ieee" else as_tf32(runs, fp32_precision)
+    return REFERENCE
 
 
 def warmup(

@@ -16,8 +16,6 @@ from fa_autotune.ops.call import (
     FULL,
     NO_EXTRAS,
     OPEN,
-    REFERENCE,
-    TF32,
     WINDOW,
     Call,
     Extras,
@@ -39,6 +37,7 @@ def call_of(
     window_size: Any,
     softcap: Any = 0.0,
     dropout_p: Any = 0.0,
+    tf32: bool = False,
 ) -> Call:
     """What a call says, of arguments as users give them; InvalidProblemError names the first that is none."""
     if softmax_scale is not None and type(softmax_scale) is not float:
@@ -48,7 +47,7 @@ def call_of(
     if type(dropout_p) is not float or dropout_p != 0.0:
         dropout_p = as_dropout(dropout_p)
     mask, left, right = mask_of(causal, window_size)
-    return Call(softmax_scale, mask, layout, backend, left, right, softcap, dropout_p)
+    return Call(softmax_scale, mask, layout, backend, left, right, softcap, dropout_p, tf32)
 
 
 def as_scale(value: Any) -> float:
@@ -111,13 +110,13 @@ def _as_float(name: str, value: Any, off: str) -> float:
         raise InvalidProblemError(f"{name}={value!r} is not a number; {off}") from None
 
 
-def as_tf32(runs: int, fp32_precision: Any) -> int:
-    """What runs a call whose float32 products may be in tf32; InvalidProblemError for another precision."""
-    if not (isinstance(fp32_precision, str) and fp32_precision == "tf32"):
+def as_tf32(fp32_precision: Any) -> bool:
+    """Whether float32 products may be in tf32; InvalidProblemError for a precision that is none."""
+    if not (isinstance(fp32_precision, str) and fp32_precision in ("ieee", "tf32")):
         raise InvalidProblemError(
             f'fp32_precision={fp32_precision!r} is not "ieee" or "tf32"; leave it out for float32 products in full'
         )
-    return runs if runs == REFERENCE else runs | TF32
+    return fp32_precision == "tf32"
 
 
 def as_extras(

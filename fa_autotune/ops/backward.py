@@ -52,7 +52,7 @@ def backward_of(kernels: CallKernels, saved: Saved, d_out: Tensor, into: Targets
         return SplitBackward(kernels, access, saved, d_out, into)
     if not access is access_of(into.k, into.v) is Access.TMA:
         return SplitBackward(kernels, access, saved, d_out, into)
-    dispatcher, unordered = dispatcher_of(kernels.home.index), kernels.call.runs == UNORDERED
+    dispatcher, unordered = dispatcher_of(kernels.home.index), kernels.call.backend == UNORDERED
     way = dispatcher.backward_way(kernels.problem_as(access), unordered=unordered)
     if way is BackwardWay.SPLIT:
         return SplitBackward(kernels, access, saved, d_out, into)

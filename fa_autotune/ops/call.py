@@ -18,11 +18,13 @@ OPEN = -1  # size of a window's side that bounds nothing
 
 # What runs a call: plain torch, generated kernels, or those with a backward that may add up dq in any order.
 REFERENCE, GENERATED, UNORDERED = range(3)
-TF32 = 4  # added to one of the latter two: the operands of float32 products may be cut to tf32
 
 
 class Call(NamedTuple):
-    """What a call says beside its tensors. The window's sizes count where the mask is WINDOW."""
+    """What a call says beside its tensors. The window's sizes count where the mask is WINDOW.
+
+    tf32: the operands of float32 products may be cut to tf32.
+    """
 
     softmax_scale: float | None
     mask: int
@@ -32,11 +34,7 @@ class Call(NamedTuple):
     window_right: int = OPEN
     softcap: float = 0.0
     dropout_p: float = 0.0
-
-    @property
-    def runs(self) -> int:
-        """REFERENCE, GENERATED or UNORDERED."""
-        return self.backend & ~TF32
+    tf32: bool = False
 
     @property
     def window(self) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from fa_autotune.dispatch.loaded_kernels import INTERPRETER_INDEX, kernel_for
 from fa_autotune.kernels.fast_launch import Launch, bind
 from fa_autotune.kernels.loaded import LoadedKernel
 from fa_autotune.ops.arguments import DTYPES
-from fa_autotune.ops.call import NO_EXTRAS, TF32, Call, Extras
+from fa_autotune.ops.call import NO_EXTRAS, Call, Extras
 from fa_autotune.ops.memory import Allocate, access_of, allocator, is_loose
 from fa_autotune.ops.rows.rows import Bounds, Rows
 from fa_autotune.problem.family import Access, AttentionFamily
@@ -151,7 +151,7 @@ class CallKernels:
                 mask_dtype, loose = mask.dtype, is_loose(mask)
         return _family_of(
             q.dtype, q.shape[-1], v.shape[-1], access_of(q, k, v), left_diagonal is not None, diagonal is not None,
-            call.softcap != 0.0, call.backend & TF32 != 0, has_extras, mask_dtype, loose,
+            call.softcap != 0.0, call.tf32, has_extras, mask_dtype, loose,
         )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ LIBRARY = _library.Library("fa_autotune", "DEF")
 
 _CALL = (
     "float? softmax_scale, int mask, int layout, int backend, int window_left=-1, int window_right=-1, "
-    "float softcap=0.0, float dropout_p=0.0"
+    "float softcap=0.0, float dropout_p=0.0, bool tf32=False"
 )
 _EXTRAS = ", ".join(f"Tensor? {name}=None" for name in Extras._fields)
 _GRADIENTS = ", ".join(f"Tensor d_{name}" for name in Gradients._fields)

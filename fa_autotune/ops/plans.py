@@ -114,11 +114,11 @@ def _new_plan(rows: Rows, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call:
         return _EmptyPlan(rows, call)
     if scale is not None and not MIN_SCALE <= scale <= MAX_SCALE:
         return _SignPlan(call, scale)
-    if call.runs != REFERENCE and runs_kernels(q):
+    if call.backend != REFERENCE and runs_kernels(q):
         if isinstance(known, KernelPlan) and known.serves(call):
             return known.with_numbers(call)
         return KernelPlan(rows, q, k, v, extras, call)
-    if call.runs != REFERENCE:
+    if call.backend != REFERENCE:
         with _lock:  # once, however many threads come first
             tell_of_reference()
     return _ReferencePlan(rows, call)

@@ -46,7 +46,7 @@ class FixedRows:
         key: tuple[Any, ...] = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
             index, k.get_device(), v.get_device(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
-            call.layout, call.mask, call.backend,
+            call.layout, call.mask, call.backend, call.tf32,
         )  # fmt: skip
         if index < 0:  # not a GPU; a device's own hash would cost more
             key += (q.device.type, k.device.type, v.device.type)

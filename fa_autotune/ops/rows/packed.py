@@ -63,7 +63,7 @@ class PackedRows:
             cu_seqlens_q.dtype, cu_seqlens_q.stride(), cu_seqlens_q.get_device(),
             cu_seqlens_k is cu_seqlens_q
             or (cu_seqlens_k.dtype, cu_seqlens_k.stride(), cu_seqlens_k.get_device()),
-            call.layout, call.mask, call.backend,
+            call.layout, call.mask, call.backend, call.tf32,
         )  # fmt: skip
         agree = (
             num_sequences >= 0
