@@ -1,5 +1,6 @@
 """The tiles that cover a head dim, or a part of one: tiles are powers of two, head dims need not be."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fa_autotune.problem.family import AttentionFamily
@@ -39,6 +40,25 @@ def part_pieces(family: AttentionFamily, widest: int) -> tuple[HeadDimPiece, ...
     return tuple(
         HeadDimPiece(start=piece.start, end=max(piece.start, min(piece.end, last)), width=piece.width)
         for piece in pieces(columns, widest)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnBlock:
+    """Columns that a product gives: `width` of them, from column `offset` of piece number `piece`, which has `of`."""
+
+    piece: int
+    of: int
+    offset: int
+    width: int
+
+
+def column_blocks(tiles: Sequence[HeadDimPiece], widest: int) -> tuple[ColumnBlock, ...]:
+    """The blocks, none wider than `widest`, that cover the tiles of a head dim."""
+    return tuple(
+        ColumnBlock(piece=number, of=tile.width, offset=offset, width=min(tile.width, widest))
+        for number, tile in enumerate(tiles)
+        for offset in range(0, tile.width, min(tile.width, widest))
     )
 
 

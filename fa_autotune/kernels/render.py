@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from fa_autotune.errors import TemplateError
 from fa_autotune.kernels.arguments import argument_rows
-from fa_autotune.kernels.pieces import pieces_of
+from fa_autotune.kernels.layout import call, each, lines, names
+from fa_autotune.kernels.pieces import column_blocks, pieces_of
 from fa_autotune.paths import templates_dir
 from fa_autotune.space.candidate import Candidate, CompileForm
 from fa_autotune.space.config import (
@@ -89,7 +90,7 @@ def render(candidate: Candidate) -> KernelSource:
 def _environment() -> "jinja2.Environment":
     import jinja2  # noqa: PLC0415
 
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(templates_dir()),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -97,6 +98,8 @@ def _environment() -> "jinja2.Environment":
         keep_trailing_newline=True,
         autoescape=False,
     )
+    environment.globals |= {"names": names, "each": each, "lines": lines, "call": call, "column_blocks": column_blocks}
+    return environment
 
 
 def rendered_digest(candidate: Candidate) -> str:

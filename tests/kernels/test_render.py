@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 
-import jinja2
 import jinja2.meta
+import jinja2.nodes
 import pytest
 from hypothesis import given, settings
 
@@ -565,13 +565,15 @@ def supplied_to_template(candidate: Candidate) -> dict[str, object]:
 
 
 def undeclared_variables(name: str) -> set[str]:
-    """Names that a template expects from outside, its imports' included."""
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(templates_dir()))
+    """Names that a template expects from outside, its imports' included, but functions that all templates have."""
+    environment = render_module._environment()
     found: set[str] = set()
     waiting = [name]
     while waiting:
         tree = environment.parse((templates_dir() / waiting.pop()).read_text())
-        found |= jinja2.meta.find_undeclared_variables(tree)
+        assigned = [name for one in tree.find_all(jinja2.nodes.Assign) for name in one.find_all(jinja2.nodes.Name)]
+        own = {name.name for name in assigned if name.ctx == "store"}
+        found |= jinja2.meta.find_undeclared_variables(tree) - own  # such as those that are set in a branch
         waiting += [reference for reference in jinja2.meta.find_referenced_templates(tree) if reference]
     return found
 
