@@ -4,7 +4,7 @@ What is left to a call is to allocate its results and launch.
 """
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from fa_autotune.problem.passes import Pass
 from fa_autotune.reference.features import summed_like
 from fa_autotune.space.estimates import WIDEST_PIECE
 from fa_autotune.space.workspace import whole_mask_rows
-
-if TYPE_CHECKING:
-    from fa_autotune.ops.plans import Plan
 
 MAX_REMEMBERED_BACKWARDS = 16  # of one plan: one for each way that its gradient lies in memory
 
@@ -47,7 +44,7 @@ class KernelPlan(CallKernels):
         self._results: Results | None = None if rows.is_packed else rows.results(q, v)
         self._backwards: dict[tuple[Any, ...], tuple[Backward, bool]] | None = None
         self._given = None if extras is NO_EXTRAS or rows.is_packed else _kinds(extras)
-        self.siblings: dict[Call, Plan] | None = None
+        self.siblings: dict[Call, Any] | None = None
 
     def serves(self, call: Call) -> bool:
         """Whether the same kernels are chosen for a call on the same tensors: but for window and cap, they are."""
