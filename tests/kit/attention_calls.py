@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fa_autotune import attention
 from fa_autotune.evaluation.numerics import TANH_ERROR
+from fa_autotune.ops import plans
 from fa_autotune.paths import interpreting
 from fa_autotune.reference.attention import (
     attention_gradients,
@@ -27,6 +28,12 @@ MINUS_INF = float("-inf")
 causal_or_not = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 interpreted = pytest.mark.skipif(not interpreting(), reason="a winner of Triton's interpreter needs TRITON_INTERPRET=1")
 of_torch = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # its forward mode needs that
+
+
+def forget_plans(patch: pytest.MonkeyPatch) -> None:
+    """Have calls make their plans anew."""
+    for name in ("_plans", "_siblings"):
+        patch.setattr(plans, name, {})
 
 
 def runs_kernels(test: Callable[..., None]) -> Callable[..., None]:
