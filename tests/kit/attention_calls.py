@@ -142,6 +142,15 @@ def gradients(
     return dq, dk, dv
 
 
+def results_and_gradients(function: Callable[..., Any], *tensors: Tensor) -> list[Tensor]:
+    """All results of a function, and the gradients of its inputs for fixed gradients of all results."""
+    inputs = requiring(*tensors)
+    found = function(*inputs)
+    outputs = [out for out in (found if isinstance(found, tuple) else (found,)) if out is not None]
+    given = [gradient_of(out.shape, out.dtype) for out in outputs]
+    return [*(out.detach() for out in outputs), *torch.autograd.grad(outputs, inputs, given)]
+
+
 def assert_gradients_right(
     q: Tensor,
     k: Tensor,
