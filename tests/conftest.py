@@ -92,9 +92,9 @@ def kernels_can_run() -> None:
 def cold(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has called nothing yet."""
     from fa_autotune.dispatch import loaded_kernels as live_kernels
-    from fa_autotune.ops import plans as calls
+    from kit.attention_calls import forget_plans
 
-    monkeypatch.setattr(calls, "_plans", {})
+    forget_plans(monkeypatch)
     for name in ("_kernels", "_dispatchers"):
         monkeypatch.setattr(live_kernels, name, {})
 

@@ -150,7 +150,7 @@ def as_extras(
     scores = as_heads_numbers("sinks", sinks, q, 1, heads, batched=False)
     return Extras(
         alibi_slopes=as_heads_numbers("alibi_slopes", alibi_slopes, q, count, heads, batched=True),
-        sinks=None if scores is None else scores[0],
+        sinks=None if scores is None else scores.squeeze(0),
         dropout_seed=seed,
         cu_seqlens_q=starts_q,
         cu_seqlens_k=starts_k,

@@ -230,10 +230,11 @@ class _StackedAttention(torch.autograd.Function):
         d_out = None if d_out is None else d_out.resolve_neg()
         whole = torch.empty(stacked.shape, dtype=stacked.dtype, device=stacked.device)
         places: tuple[Tensor, ...] = whole.unbind(axis)
-        found = _gradients_of(ctx.plan, saved, d_out, d_lse, needed, Into(*((None,) if q is not None else ()), *places))
+        into = Into(*places) if q is None else Into(None, *places)
+        found = _gradients_of(ctx.plan, saved, d_out, d_lse, needed, into)
         if found is None:
             found = gradients_op(saved, d_out, d_lse, ctx.plan.call, needed)
-            parts: Any = (found.k, found.v) if q is not None else (found.q, found.k, found.v)
+            parts: Any = (found.q, found.k, found.v) if q is None else (found.k, found.v)
             whole = torch.stack(parts, dim=axis)
         return None if q is None else found.q, whole, None, None, *found.of_extras()
 

@@ -67,10 +67,6 @@ class Extras(NamedTuple):
         """Those that a call has, which its forward's kernel takes after its results."""
         return tuple(tensor for tensor in self if tensor is not None)
 
-    def given_to_backward(self) -> tuple[Tensor, ...]:
-        """Those that a backward's kernels take: they find sinks in lse."""
-        return self._replace(sinks=None).given() if self.sinks is not None else self.given()
-
 
 NO_EXTRAS = Extras()  # this very object, where a call has none
 

@@ -4,7 +4,7 @@ What is left to a call is to allocate its results and launch.
 """
 
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,10 +30,17 @@ _WEAKNESS = {access: weakness for weakness, access in enumerate(Access)}
 _lock = threading.Lock()
 
 
+class _Found(NamedTuple):
+    """What runs a backward, and whether d_out is copied into dense memory first."""
+
+    run: Backward
+    copies_d_out: bool
+
+
 class KernelPlan(CallKernels):
     """Kernels chosen and loaded for one way that tensors lie and the numbers of a call."""
 
-    __slots__ = ("_backwards", "_forward_kernel", "_given", "_launch", "_like", "_results", "siblings")
+    __slots__ = ("_backwards", "_forward_kernel", "_given", "_launch", "_like", "_refusal", "_results")
 
     def __init__(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call) -> None:
         """Choose and load the forward's kernel; NoKernelError, CompileError, LaunchError."""
@@ -42,9 +49,9 @@ class KernelPlan(CallKernels):
         self._launch: Launch | None = None  # bound by the first call
         self._like: Launch | None = None
         self._results: Results | None = None if rows.is_packed else rows.results(q, v)
-        self._backwards: dict[tuple[Any, ...], tuple[Backward, bool]] | None = None
+        self._backwards: dict[tuple[Any, ...], _Found] | None = None
+        self._refusal: str | None = None  # "" for none; wide heads are asked about once
         self._given = None if extras is NO_EXTRAS or rows.is_packed else _kinds(extras)
-        self.siblings: dict[Call, Any] | None = None
 
     def serves(self, call: Call) -> bool:
         """Whether the same kernels are chosen for a call on the same tensors: but for window and cap, they are."""
@@ -56,8 +63,8 @@ class KernelPlan(CallKernels):
         plan = object.__new__(KernelPlan)
         plan.call, plan.rows, plan.home, plan.family, plan.shape = call, self.rows, self.home, self.family, self.shape
         plan._bounds, plan._forward_kernel, plan._results = self._bounds, self._forward_kernel, self._results
-        plan._launch = plan._backwards = plan.siblings = None
-        plan._like, plan._given = self._launch, self._given
+        plan._launch = plan._backwards = None
+        plan._like, plan._given, plan._refusal = self._launch, self._given, self._refusal
         return plan
 
     @property
@@ -70,6 +77,11 @@ class KernelPlan(CallKernels):
         """Why no kernel of this GPU gives the gradients of a call; it may be so for wide head dims."""
         if max(self.family.head_dim, self.family.head_dim_v) <= WIDEST_PIECE:
             return None
+        if self._refusal is None:
+            self._refusal = self._refusal_of_wide_heads()
+        return self._refusal or None
+
+    def _refusal_of_wide_heads(self) -> str:
         try:
             for kernel_pass in (Pass.BWD_DKDV, Pass.BWD_DQ):
                 dispatcher_of(self.home.index).peek(self.problem.for_pass(kernel_pass))
@@ -78,7 +90,7 @@ class KernelPlan(CallKernels):
                 f"{error}; gradients are served up to head_dim {WIDEST_PIECE} on every GPU: call this under "
                 "torch.no_grad(), or split the heads"
             )
-        return None
+        return ""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
@@ -124,18 +136,17 @@ class KernelPlan(CallKernels):
             None if mask is None else (mask.stride(), mask.data_ptr() & 15),
         )  # fmt: skip
         found = None if self._backwards is None else self._backwards.get(key)
-        copies_d_out = self._copies(saved, d_out) if found is None else found[1]
+        copies_d_out = self._copies(saved, d_out) if found is None else found.copies_d_out
         if copies_d_out:
             d_out = self._new(self.rows.gradient(out)).copy_(d_out)
         targets = self._targets(saved, needed, into)
         if found is None:
-            found = backward_of(self, saved, d_out, targets), copies_d_out
+            found = _Found(backward_of(self, saved, d_out, targets), copies_d_out)
             with _lock:
                 if self._backwards is None or len(self._backwards) >= MAX_REMEMBERED_BACKWARDS:
                     self._backwards = {}
                 self._backwards[key] = found
-        run, _ = found
-        d_sinks = run(saved, d_out, d_lse, targets, wants_sinks=needed.sinks)
+        d_sinks = found.run(saved, d_out, d_lse, targets, wants_sinks=needed.sinks)
         dq, dk, dv, d_scores = targets
         d_mask = None
         if mask is not None and d_scores is not None:

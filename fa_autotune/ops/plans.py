@@ -1,8 +1,8 @@
 """What a call runs: a plan for each way that its tensors lie, found by one dict look-up.
 
 A plan's key holds what follows from tensors (shapes, strides, dtypes, alignment) and the kind of mask. Numbers that
-kernels take at run time (scale, softcap, window, dropout_p) are no part of it: a plan has those that came last, and
-knows its siblings with others.
+kernels take at run time (scale, softcap, window, dropout_p) are no part of it: first found is the plan with those that
+came last, and then its siblings, for the same tensors and other numbers.
 """
 
 import logging
@@ -22,21 +22,18 @@ from fa_autotune.paths import interpreting
 from fa_autotune.reference.features import sink_gradient
 
 MAX_REMEMBERED_CALLS = 16_384  # a stream of ever new lengths must not fill memory
-MAX_SIBLINGS = 8
+MAX_REMEMBERED_SIBLINGS = 4096  # nor one of ever new numbers; a model may have other numbers in each layer
 
 _logger = logging.getLogger("fa_autotune")
 _lock = threading.RLock()
 _plans: "dict[tuple[Any, ...], Plan]" = {}
+_siblings: "dict[tuple[tuple[Any, ...], Call], Plan]" = {}  # with other numbers
 
 
 class Plan(Protocol):
-    """How calls of one kind run. `gradient_refusal` says why none of them can be differentiated, where that is so.
-
-    `siblings` are plans for the same tensors and other numbers, this one among them.
-    """
+    """How calls of one kind run. `gradient_refusal` says why none of them can be differentiated, where that is so."""
 
     call: Call
-    siblings: "dict[Call, Plan] | None"
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -75,25 +72,24 @@ def plan_of(q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call) -> Plan
 def _other_plan(
     known: Plan | None, key: tuple[Any, ...], rows: Rows, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call
 ) -> Plan:
-    """A plan that is new, or that of a sibling; it is found first from now on."""
-    plan = None if known is None or known.siblings is None else known.siblings.get(call)
+    """A plan that is new, or a sibling of the one that is known; it is found first from now on."""
+    plan = None if known is None else _siblings.get((key, call))
     if plan is None:
         if known is None:
             rows.check(q, k, v, extras, call)
         plan = _new_plan(rows, q, k, v, extras, call, known)
-    with _lock:
-        if known is not None:
-            siblings = known.siblings or {known.call: known}
-            if len(siblings) >= MAX_SIBLINGS:
-                siblings = {known.call: known}
-            siblings[call] = plan
-            known.siblings = plan.siblings = siblings
-        elif key not in _plans:
-            while len(_plans) >= MAX_REMEMBERED_CALLS:
-                del _plans[next(iter(_plans))]
-            key = _compact(key, plan.sizes)
-        _plans[key] = plan
+        key = _compact(key, plan.sizes)
+        for one in () if known is None else (known, plan):
+            _remember(_siblings, (key, one.call), one, MAX_REMEMBERED_SIBLINGS)
+    _remember(_plans, key, plan, MAX_REMEMBERED_CALLS)
     return plan
+
+
+def _remember(memory: dict[Any, Plan], key: tuple[Any, ...], plan: Plan, most: int) -> None:
+    with _lock:
+        while key not in memory and len(memory) >= most:
+            del memory[next(iter(memory))]
+        memory[key] = plan
 
 
 def _compact(key: tuple[Any, ...], sizes: tuple[tuple[int, ...], ...]) -> tuple[Any, ...]:
@@ -149,7 +145,6 @@ class _PlainPlan:
 
     def __init__(self, rows: Rows, call: Call) -> None:
         self.call = call
-        self.siblings: dict[Call, Plan] | None = None
         self._rows = rows
 
     def _results(self, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,7 +215,6 @@ class _SignPlan:
 
     def __init__(self, call: Call, scale: float) -> None:
         self.call = call
-        self.siblings: dict[Call, Plan] | None = None
         self._is_zero = abs(scale) < MIN_SCALE
         self._positive = call._replace(softmax_scale=1.0 if self._is_zero else -scale)
 

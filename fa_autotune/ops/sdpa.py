@@ -74,14 +74,14 @@ def _broadcast(
         )
     q, k, v = (tensor[(None,) * (max(ndim, 4) - tensor.ndim)] for tensor in (query, key, value))
     batch = _common((q.shape[:-3], k.shape[:-3], v.shape[:-3]), "batch")
-    heads = [q.shape[-3], k.shape[-3], v.shape[-3]]
+    heads, k_heads, v_heads = q.shape[-3], k.shape[-3], v.shape[-3]
     if not enable_gqa:
-        (count,) = _common([(number,) for number in heads], "head")
-        one_for_all = heads[1] == heads[2] == 1  # shared, not repeated
-        heads = [count, 1, 1] if one_for_all else [count, count, count]
+        (heads,) = _common([(heads,), (k_heads,), (v_heads,)], "head")
+        if not k_heads == v_heads == 1:  # one for all is shared, not repeated
+            k_heads = v_heads = heads
     q, k, v = (
         tensor.expand(*batch, number, *tensor.shape[-2:]).flatten(0, -4)
-        for tensor, number in zip((q, k, v), heads, strict=True)
+        for tensor, number in ((q, heads), (k, k_heads), (v, v_heads))
     )
     call = Call(scale, mask, BHSD, GENERATED, dropout_p=dropout_p)
     out = _out_of(attend(q, k, v, as_extras(q, call, attn_mask=_with_batch(attn_mask, batch)), call, False))

@@ -134,10 +134,10 @@ def test_a_captured_launch_reads_the_mask_and_the_seed_of_its_replay(
     graph, outputs = torch.cuda.CUDAGraph(), run(kernel, workload)
     family, features = workload.family, workload.features
     tensors = (*workload.inputs, *outputs, *features.tensors(family))
-    launch = bind(kernel, tensors, workload.softmax_scale, workload.diagonal, *features.numbers(family))
-    launch(*tensors)
+    launch = bind(kernel, tensors, (workload.softmax_scale, workload.diagonal, *features.numbers(family)))
+    launch(None, *tensors)
     with torch.cuda.graph(graph):
-        launch(*tensors)
+        launch(None, *tensors)
     _, fresh = make(text, schedule, knobs, n=500, seed=7 if "loose" not in text else 11)
     for name in ("attn_mask", "dropout_seed"):
         if (tensor := getattr(features, name)) is not None:

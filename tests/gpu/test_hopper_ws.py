@@ -26,7 +26,6 @@ from fa_autotune.kernels.fast_launch import bind
 from fa_autotune.kernels.gpu import live_device, live_toolchain
 from fa_autotune.kernels.loaded import LoadedKernel, load_kernel
 from fa_autotune.kernels.render import render
-from fa_autotune.ops import plans as calls
 from fa_autotune.problem.family import Access, AttentionFamily, DType
 from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem, AttentionShape
@@ -36,6 +35,7 @@ from fa_autotune.space.config import Schedule
 from fa_autotune.space.constraints import Rejected
 from fa_autotune.space.registry import KnobValue, variant_spec
 from fa_autotune.space.seeds import seed_configs
+from kit.attention_calls import forget_plans
 from kit.tuning_samples import begin, confirmed, ok_record
 
 pytestmark = pytest.mark.gpu
@@ -345,7 +345,7 @@ def repeated(candidate: Candidate, *, beside: bool) -> int:
     expected = run(candidate, q, k, v)
     out, lse = make_outputs(q, v)
     diagonal = 0 if candidate.family.bounded_right else None
-    launch = bind(loaded(candidate), (q, k, v, out, lse), q.shape[3] ** -0.5, diagonal)
+    launch = bind(loaded(candidate), (q, k, v, out, lse), (q.shape[3] ** -0.5, diagonal))
     different = torch.zeros((), dtype=torch.int32, device="cuda")
     noise, other = torch.randn(2048, 2048, device="cuda").to(torch.bfloat16), torch.cuda.Stream()
     other.wait_stream(torch.cuda.current_stream())
@@ -355,7 +355,7 @@ def repeated(candidate: Candidate, *, beside: bool) -> int:
                 noise @ noise
         out.fill_(float("nan"))
         lse.fill_(float("nan"))
-        launch(q, k, v, out, lse)
+        launch(None, q, k, v, out, lse)
         changed = (bits(out) != bits(expected[0])).any() | (bits(lse) != bits(expected[1])).any()
         different += changed
     torch.cuda.synchronize()
@@ -404,12 +404,12 @@ def test_a_captured_launch_replays_with_a_counter_of_its_own(
     q, k, v = make_inputs(candidate, 900, 900, batch=4, heads=16, kv_heads=4)
     run(candidate, q, k, v)
     out, lse = make_outputs(q, v)
-    launch = bind(loaded(candidate), (q, k, v, out, lse), q.shape[3] ** -0.5, 0 if causal else None)
-    launch(q, k, v, out, lse)
+    launch = bind(loaded(candidate), (q, k, v, out, lse), (q.shape[3] ** -0.5, 0 if causal else None))
+    launch(None, q, k, v, out, lse)
     graph, again = torch.cuda.CUDAGraph(), make_outputs(q, v)
     with torch.cuda.graph(graph):
-        launch(q, k, v, out, lse)
-        launch(q, k, v, *again)
+        launch(None, q, k, v, out, lse)
+        launch(None, q, k, v, *again)
     side = torch.cuda.Stream()
     for seed in range(10):
         fresh = make_inputs(candidate, 900, 900, batch=4, heads=16, kv_heads=4, seed=seed)
@@ -430,14 +430,14 @@ def test_many_graphs_keep_their_counters() -> None:
     q, k, v = make_inputs(candidate, 300, 300, batch=1)
     expected = run(candidate, q, k, v)
     out, lse = make_outputs(q, v)
-    launch = bind(loaded(candidate), (q, k, v, out, lse), 0.125, 0)
-    launch(q, k, v, out, lse)
+    launch = bind(loaded(candidate), (q, k, v, out, lse), (0.125, 0))
+    launch(None, q, k, v, out, lse)
     graphs = []
     for _ in range(4):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(scratch.CHUNK_SLOTS // 2):
-                launch(q, k, v, out, lse)
+                launch(None, q, k, v, out, lse)
         graphs.append(graph)
     torch.cuda.empty_cache()
     poison = torch.full((2**22,), 7, dtype=torch.int32, device="cuda")  # where freed memory would be handed out again
@@ -460,7 +460,7 @@ def use(load: Callable[[], Snapshot], monkeypatch: pytest.MonkeyPatch) -> Dispat
         load=load,
         store_misses=lambda misses: None,
     )
-    monkeypatch.setattr(calls, "_plans", {})
+    forget_plans(monkeypatch)
     monkeypatch.setattr(live_kernels, "_dispatchers", {0: dispatcher})
     return dispatcher
 

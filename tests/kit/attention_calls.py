@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fa_autotune import attention
 from fa_autotune.evaluation.numerics import TANH_ERROR
+from fa_autotune.ops import plans
 from fa_autotune.paths import interpreting
 from fa_autotune.reference.attention import (
     attention_gradients,
@@ -27,6 +28,12 @@ MINUS_INF = float("-inf")
 causal_or_not = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 interpreted = pytest.mark.skipif(not interpreting(), reason="a winner of Triton's interpreter needs TRITON_INTERPRET=1")
 of_torch = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # its forward mode needs that
+
+
+def forget_plans(patch: pytest.MonkeyPatch) -> None:
+    """Have calls make their plans anew."""
+    for name in ("_plans", "_siblings"):
+        patch.setattr(plans, name, {})
 
 
 def runs_kernels(test: Callable[..., None]) -> Callable[..., None]:
@@ -133,6 +140,15 @@ def gradients(
     out = attention(*inputs, **arguments)
     dq, dk, dv = torch.autograd.grad(out, inputs, gradient_of(out.shape, out.dtype) if d_out is None else d_out)
     return dq, dk, dv
+
+
+def results_and_gradients(function: Callable[..., Any], *tensors: Tensor) -> list[Tensor]:
+    """All results of a function, and the gradients of its inputs for fixed gradients of all results."""
+    inputs = requiring(*tensors)
+    found = function(*inputs)
+    outputs = [out for out in (found if isinstance(found, tuple) else (found,)) if out is not None]
+    given = [gradient_of(out.shape, out.dtype) for out in outputs]
+    return [*(out.detach() for out in outputs), *torch.autograd.grad(outputs, inputs, given)]
 
 
 def assert_gradients_right(

@@ -17,13 +17,13 @@ from torch import Tensor
 from fa_autotune import attention
 from fa_autotune.kernels.fast_launch import Counts
 from fa_autotune.ops import call_kernels, memory
-from fa_autotune.ops import plans as calls
 from fa_autotune.problem.passes import SPLIT_BACKWARD, Pass
 from fa_autotune.space.candidate import Candidate
 from kit.attention_calls import (
     FLOAT32,
     assert_gradients_right,
     causal_or_not,
+    forget_plans,
     gradient_of,
     gradients,
     make_small,
@@ -153,7 +153,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, poisoning(getattr(torch, name)))
     monkeypatch.setattr(memory, "empty_strided_cuda", None)  # past torch's own names
-    monkeypatch.setattr(calls, "_plans", {})
+    forget_plans(monkeypatch)
     call_kernels._home_of.cache_clear()
     yield filled
     call_kernels._home_of.cache_clear()

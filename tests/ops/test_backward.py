@@ -20,7 +20,7 @@ from fa_autotune.ops import backward, call_kernels
 from fa_autotune.ops.backward import FusedBackward, SplitBackward, Targets, backward_of
 from fa_autotune.ops.call import BHSD, BOTTOM_RIGHT, BSHD, FULL, GENERATED, NO_EXTRAS, UNORDERED, Call, Saved
 from fa_autotune.ops.call_kernels import CallKernels
-from fa_autotune.ops.memory import access_of, contiguous
+from fa_autotune.ops.memory import access_of
 from fa_autotune.ops.rows.kinds import rows_of
 from fa_autotune.problem.family import Access, AttentionFamily
 from fa_autotune.problem.passes import FUSED_BACKWARD, SPLIT_BACKWARD, Pass
@@ -394,8 +394,3 @@ def test_an_unaligned_out_is_read_by_a_preprocessing_for_any_access(kernels: Pla
     sample.run(found)
     assert_right(sample, found)
     assert [family.access for family in kernels.bound] == [Access.ANY, Access.TMA, Access.TMA]
-
-
-@pytest.mark.parametrize("size", [(), (7,), (2, 3, 5), (2, 0, 5), (0, 4), (3, 1, 1, 2)])
-def test_a_contiguous_tensor_is_laid_out_as_torch_does(size: tuple[int, ...]) -> None:
-    assert contiguous(size) == (size, torch.empty(size).stride())

@@ -31,6 +31,7 @@ from kit.attention_calls import (
     DEVICE,
     FLOAT32,
     MINUS_INF,
+    forget_plans,
     gradient_of,
     gradients,
     make,
@@ -122,9 +123,7 @@ def forward_tile(monkeypatch: pytest.MonkeyPatch, cold: None) -> Any:
             config = spec.config(BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, num_stages=1)
             return load(Candidate(family=candidate.family, variant=variant, config=config), *where)
 
-        from fa_autotune.ops import plans as calls
-
-        monkeypatch.setattr(calls, "_plans", {})
+        forget_plans(monkeypatch)
         monkeypatch.setattr(live_kernels, "_kernels", {})
         monkeypatch.setattr(live_kernels, "load_kernel", loaded)
 

@@ -20,7 +20,7 @@ from fa_autotune.paths import interpreting
 from fa_autotune.problem.device import INTERPRETER
 from fa_autotune.problem.passes import FUSED_BACKWARD, Pass
 from fa_autotune.problem.problem import AttentionProblem
-from kit.attention_calls import requiring
+from kit.attention_calls import forget_plans, requiring
 from kit.gluon_emulator import Emulator
 from kit.varlen_calls import NAN, assert_varlen_gradients_right, make_varlen
 from kit.winners import dispatcher
@@ -64,7 +64,7 @@ def passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Pass]:
 
     monkeypatch.setattr(backward, "dispatcher_of", lambda _index: deciding)
     monkeypatch.setattr(call_kernels, "kernel_for", kernel_for)
-    monkeypatch.setattr(plans, "_plans", {})
+    forget_plans(monkeypatch)
     return found
 
 

@@ -1,9 +1,8 @@
-"""`attention_varlen` and flash-attn's functions on sequences in a row: results, gradients, edges, refusals.
+"""`attention_varlen`: results and gradients of packed sequences, edges, what calls share, refusals.
 
 Kernels run on the GPU where there is one, and in Triton's interpreter elsewhere.
 """
 
-import inspect
 from typing import Any
 
 import numpy
@@ -17,7 +16,6 @@ from fa_autotune import (
     attention,
     attention_varlen,
     flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
@@ -290,74 +288,6 @@ def test_a_plan_made_for_one_total_serves_others_backward_too(loads: list[Candid
         lengths = [(count, 20), (5, 30)]
         assert_varlen_gradients_right(make_varlen(lengths, heads=2, kv_heads=1, head_dim=16), lengths)
     assert len(loads) == 4  # the forward, delta, dk and dv, dq
-
-
-# --- flash-attn's functions -------------------------------------------------------------------------------------------
-
-SIGNATURES = {
-    flash_attn_varlen_func: "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
-    flash_attn_varlen_kvpacked_func: "q kv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
-    flash_attn_varlen_qkvpacked_func: "qkv cu_seqlens max_seqlen",
-}
-OPTIONS: dict[str, Any] = {
-    "dropout_p": 0.0,
-    "softmax_scale": None,
-    "causal": False,
-    "window_size": (-1, -1),
-    "softcap": 0.0,
-    "alibi_slopes": None,
-    "deterministic": False,
-    "return_attn_probs": False,
-}
-
-
-@pytest.mark.parametrize("function", SIGNATURES)
-def test_the_parameters_are_those_of_flash_attn_2_8(function: Any) -> None:
-    parameters = inspect.signature(function).parameters
-    options = OPTIONS | ({"block_table": None} if function is flash_attn_varlen_func else {})
-    assert list(parameters) == [*SIGNATURES[function].split(), *options]
-    assert {name: parameters[name].default for name in options} == options
-
-
-@runs_kernels
-def test_flash_attns_function_is_ours() -> None:
-    tensors, (maximum, _) = make_varlen(), (37, 41)
-    out, lse, probabilities = flash_attn_varlen_func(*tensors, maximum, 41, causal=True, return_attn_probs=True)
-    expected, expected_lse = attention_varlen(*tensors, causal=True, return_lse=True)
-    assert torch.equal(out, expected)
-    assert torch.equal(lse, expected_lse)
-    assert (lse.shape, probabilities) == ((4, tensors[0].shape[0]), None)
-    assert torch.equal(flash_attn_varlen_func(*tensors, maximum, 41, softcap=-1.0), attention_varlen(*tensors))
-
-
-@runs_kernels
-@pytest.mark.parametrize("slopes", [None, SLOPES])
-@pytest.mark.parametrize("kv_only", [False, True])
-def test_packed_tensors_give_the_bits_of_their_parts(kv_only: bool, slopes: Tensor | None) -> None:
-    q, k, v, starts, _ = make_varlen([(9, 9), (0, 0), (20, 20)], kv_heads=4, head_dim=16)
-    d_out = gradient_like((q, k, v))
-    packed = torch.stack([k, v] if kv_only else [q, k, v], 1).requires_grad_()
-    (rows,) = requiring(q)
-    options: dict[str, Any] = {"causal": True, "alibi_slopes": slopes, "return_attn_probs": True}
-    if kv_only:
-        out, lse, _ = flash_attn_varlen_kvpacked_func(rows, packed, starts, starts, 20, 20, **options)
-    else:
-        out, lse, _ = flash_attn_varlen_qkvpacked_func(packed, starts, 20, **options)
-    arguments = {"causal": True, "alibi_slopes": slopes}
-    expected, expected_lse = attention_varlen(q, k, v, starts, starts, **arguments, return_lse=True)
-    assert torch.equal(out, expected)
-    assert torch.equal(lse, expected_lse)
-    dq, dk, dv = varlen_gradients_of((q, k, v, starts, starts), d_out, **arguments)
-    out.backward(d_out)
-    assert torch.equal(packed.grad, torch.stack([dk, dv] if kv_only else [dq, dk, dv], 1))
-    assert not kv_only or torch.equal(rows.grad, dq)
-
-
-@runs_kernels
-def test_packed_results_without_a_gradient() -> None:
-    q, k, v, starts, _ = make_varlen([(9, 9), (20, 20)], kv_heads=4, head_dim=16)
-    found = flash_attn_varlen_qkvpacked_func(torch.stack([q, k, v], 1), starts, 20)
-    assert torch.equal(found, attention_varlen(q, k, v, starts, starts))
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

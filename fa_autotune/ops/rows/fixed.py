@@ -76,6 +76,11 @@ class FixedRows:
         q_view, k_view = self.view(q), self.view(k)
         check_tensors(q_view, k_view, self.view(v))
         batch_size, heads, seqlen_q, _ = q_view.shape
+        if extras.cu_seqlens_q is not None or extras.cu_seqlens_k is not None:
+            raise InvalidProblemError(
+                f"cu_seqlens is given with layout={call.layout}, whose sequences have one length; leave it out, or "
+                "pack them: `attention_varlen` takes (total, heads, head_dim)"
+            )
         if extras.attn_mask is not None:
             check_mask(extras.attn_mask, (batch_size, heads, seqlen_q, k_view.shape[2]), q)
         check_seed(extras.dropout_seed, call.dropout_p, q.device)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fa_autotune.errors import InvalidProblemError
 from fa_autotune.kernels.fast_launch import Counts
 from fa_autotune.ops.arguments import check_seed, check_tensor, check_tensors
-from fa_autotune.ops.call import OPEN, Call, Extras, Gradients, Needed, Saved
+from fa_autotune.ops.call import BOTTOM_RIGHT, OPEN, TOP_LEFT, Call, Extras, Gradients, Needed, Saved
 from fa_autotune.ops.memory import Geometry, contiguous
 from fa_autotune.ops.rows.rows import Bounds, Results, Workspaces
 from fa_autotune.problem.family import AttentionFamily
@@ -45,7 +45,7 @@ class PackedRows:
 
     def key(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call) -> tuple[Any, ...]:
         """Everything but numbers, totals, and how many sequences there are; what these must keep is checked."""
-        slopes, sinks, _, seed, cu_seqlens_q, cu_seqlens_k = extras
+        slopes, sinks, mask, seed, cu_seqlens_q, cu_seqlens_k = extras
         if cu_seqlens_q is None or cu_seqlens_k is None:
             self.check_kinds(q, k, v, extras)
             raise AssertionError("check_kinds refuses a packed call without cu_seqlens")
@@ -72,6 +72,7 @@ class PackedRows:
             and (cu_seqlens_k is cu_seqlens_q or cu_seqlens_k.shape == cu_seqlens_q.shape)
             and (slopes is None or slopes.shape == (num_sequences, heads))
             and (sinks is None or sinks.shape == (heads,))
+            and mask is None
         )
         if not agree:
             self.check(q, k, v, extras, call)
@@ -132,6 +133,11 @@ class PackedRows:
                 )
         if extras.attn_mask is not None:
             raise InvalidProblemError("attn_mask is given with cu_seqlens; masks of packed sequences are not served")
+        if call.mask == TOP_LEFT:
+            raise InvalidProblemError(
+                f"mask={call.mask} (top-left) is given with cu_seqlens; packed sequences are aligned bottom-right: "
+                f"pass {BOTTOM_RIGHT}"
+            )
         check_seed(extras.dropout_seed, call.dropout_p, q.device)
 
     def is_empty(self, q: Tensor, k: Tensor, extras: Extras) -> bool:
@@ -173,7 +179,7 @@ class PackedRows:
         return None if left == OPEN else -left, None if right == OPEN else right
 
     def shape(self, call: Call, bounds: Bounds, q: Tensor, k: Tensor, extras: Extras) -> AttentionShape:
-        """Of the number of sequences and their mean lengths, rounded up."""
+        """Of the number of sequences and their mean lengths, each in powers of two."""
         left_diagonal, diagonal = bounds
         starts_q, _ = _starts(extras)
         return varlen_shape(
@@ -240,10 +246,10 @@ class PackedRows:
         return Gradients(dq, dk, dv, d_sinks)
 
     def _said(self, q: Tensor, k: Tensor, extras: Extras, call: Call) -> VarlenCall:
-        (left_diagonal, diagonal), starts = self.bounds(call, q, k), _starts(extras)
-        count = starts[0].shape[0] - 1
+        (left_diagonal, diagonal), (starts_q, starts_k) = self.bounds(call, q, k), _starts(extras)
+        count = starts_q.shape[0] - 1
         return VarlenCall(
-            sequences=sequences_of(*starts, q.shape[0], k.shape[0]),
+            sequences=sequences_of(starts_q, starts_k, q.shape[0], k.shape[0]),
             softmax_scale=call.scale_for(q),
             diagonal=diagonal,
             features=Features(
