@@ -53,36 +53,41 @@ def render(candidate: Candidate) -> KernelSource:
         )
     tile, (qk_pieces, v_pieces) = fused_tile(family), pieces_of(candidate)
     try:
-        body = (
+        module = (
             _environment()
             .get_template(spec.template)
-            .render(
-                family=family,
-                config=config,
-                rows=argument_rows(candidate),
-                qk_pieces=qk_pieces,
-                v_pieces=v_pieces,
-                v_parts=value_parts(family),
-                v_part_columns=part_columns(family),
-                aligned=compile_form(family) is CompileForm.ALIGNED,
-                itemsize=family.dtype.itemsize,
-                tile=tile,
-                statistic_rows=STATISTIC_ROWS,
-                rows_per_turn=ROWS_PER_TURN,
-                dq_lanes=DQ_LANES,
-                part_columns=PART_COLUMNS,
-                register_axes=tile.register_axes,
+            .make_module(
+                {
+                    "family": family,
+                    "config": config,
+                    "argument_rows": argument_rows(candidate),
+                    "qk_pieces": qk_pieces,
+                    "v_pieces": v_pieces,
+                    "v_parts": value_parts(family),
+                    "v_part_columns": part_columns(family),
+                    "aligned": compile_form(family) is CompileForm.ALIGNED,
+                    "itemsize": family.dtype.itemsize,
+                    "tile": tile,
+                    "statistic_rows": STATISTIC_ROWS,
+                    "rows_per_turn": ROWS_PER_TURN,
+                    "dq_lanes": DQ_LANES,
+                    "part_columns": PART_COLUMNS,
+                    "register_axes": tile.register_axes,
+                }
             )
         )
     except jinja2.TemplateError as error:
         raise TemplateError(f"template {spec.template} in {templates_dir()} does not render: {error}") from error
+    body, legend = str(module), getattr(module, "legend", "")  # what a template sets at its top
     digest = hashlib.sha256(body.encode()).hexdigest()[:DIGEST_CHARACTERS]
     header = (
-        f"{GENERATED_BY}templates/{spec.template}; change that, not this.\n"
-        f"# Kernel {digest}: {family.label}, {candidate.variant} {config_label(config)}\n"
-        f"# Family: {family.key}\n"
-        f"# Config: {config_key(config)}\n"
+        f"{GENERATED_BY.removeprefix('# ')}templates/{spec.template}; change that, not this.\n"
+        f"Kernel {digest}: {family.label}, {candidate.variant} {config_label(config)}\n"
+        f"Family: {family.key}\n"
+        f"Config: {config_key(config)}\n"
     )
+    header += f"\n{legend}" if legend else ""
+    header = "".join(f"# {line}\n" if line else "#\n" for line in header.splitlines())
     return KernelSource(text=header + body, digest=digest, name=f"{family.kernel_pass.value}_{digest}")
 
 

@@ -2,6 +2,17 @@
 # Kernel e17c5a39ee413b94: bwd_fused bf16 d256 causal unordered, hopper_wide dq_stages=2
 # Family: {"access":"tma","bounded_right":true,"dtype":"bfloat16","head_dim":256,"head_dim_v":256,"pass":"bwd_fused","schema":1,"unordered":true}
 # Config: {"DIAGONAL_FIRST":false,"DO_STAGES":1,"DQ_STAGES":2,"EXACT_LENGTHS":false,"HEADS_PER_GROUP":4,"schema":1}
+#
+# tile        BLOCK_M query rows of one (batch, query head); a step works on one
+# walk        the tiles of a head that see a program's keys, in the order in which it visits them: each in every query
+#             head of the group, before the next rows
+# last_seen   the last key that the first row of a tile sees, counted from the warpgroup's first; followed over the walk
+# keys_left   how many keys there are from the warpgroup's first one on
+# statistics  lse in base 2 and delta of every query row, as the preprocessing writes them; lse_rows and delta_rows hold a
+#             tile's
+# part        64 × 64 values of a tile's dq, staged in dq_parts until they are added to dq_acc
+# filled, emptied, taken
+#             in the names of barriers: the bytes are there, their readers are done with them, they have left
 """dk, dv and dq of attention in one kernel for Hopper and wide head dims, by hand: TMA, mbarriers, wgmma.
 
 A program owns BLOCK_N keys of one (batch, kv head) and visits the query tiles that see them, each in every query head

@@ -2,6 +2,16 @@
 # Kernel 27e5af8dd2b7895e: bwd_fused bf16 d256 full, hopper_wide dq_stages=2 exact_lengths=True
 # Family: {"access":"tma","bounded_right":false,"dtype":"bfloat16","head_dim":256,"head_dim_v":256,"pass":"bwd_fused","schema":1}
 # Config: {"DIAGONAL_FIRST":false,"DO_STAGES":1,"DQ_STAGES":2,"EXACT_LENGTHS":true,"HEADS_PER_GROUP":4,"schema":1}
+#
+# tile        BLOCK_M query rows of one (batch, query head); a step works on one
+# walk        the tiles of a head that see a program's keys, in the order in which it visits them: each in every query
+#             head of the group, before the next rows
+# turn        which key block adds to the dq of a tile next, counted in `turns`
+# statistics  lse in base 2 and delta of every query row, as the preprocessing writes them; lse_rows and delta_rows hold a
+#             tile's
+# part        64 × 64 values of a tile's dq, staged in dq_parts until they are added to dq_acc
+# filled, emptied, taken
+#             in the names of barriers: the bytes are there, their readers are done with them, they have left
 """dk, dv and dq of attention in one kernel for Hopper and wide head dims, by hand: TMA, mbarriers, wgmma.
 
 A program owns BLOCK_N keys of one (batch, kv head) and visits the query tiles that see them, each in every query head

@@ -2,6 +2,16 @@
 # Kernel d48f34b5311111a3: bwd_fused bf16 d64 full, hopper_ws exact_lengths=True
 # Family: {"access":"tma","bounded_right":false,"dtype":"bfloat16","head_dim":64,"head_dim_v":64,"pass":"bwd_fused","schema":1}
 # Config: {"DIAGONAL_FIRST":false,"EXACT_LENGTHS":true,"HEADS_PER_GROUP":8,"SCORES_EARLY":false,"schema":1}
+#
+# tile        BLOCK_M query rows of one (batch, query head); a step works on one
+# walk        the tiles of a head that see a program's keys, in the order in which it visits them: each in every query
+#             head of the group, before the next rows
+# turn        which key block adds to the dq of a tile next, counted in `turns`
+# statistics  lse in base 2 and delta of every query row, as the preprocessing writes them; lse_rows and delta_rows hold a
+#             tile's
+# part        64 × 64 values of a tile's dq, staged in dq_parts until they are added to dq_acc
+# filled, emptied, taken
+#             in the names of barriers: the bytes are there, their readers are done with them, they have left
 """dk, dv and dq of attention in one kernel for Hopper, by hand: TMA, mbarriers, asynchronous matrix products (wgmma).
 
 A program owns BLOCK_N keys of one (batch, kv head) and visits the query tiles that see them, each in every query head

@@ -2,6 +2,21 @@
 # Kernel 4395d9c017ce6aed: fwd bf16 d128 causal, hopper_ws 128x128 persistent s2 ping_pong=True heads_per_group=32 own_out=True
 # Family: {"access":"tma","bounded_right":true,"dtype":"bfloat16","head_dim":128,"head_dim_v":128,"pass":"fwd","schema":1}
 # Config: {"BLOCK_N":128,"CONSUMERS":2,"EXACT_LENGTHS":false,"HEADS_PER_GROUP":32,"OWN_OUT":true,"PACK_P":true,"PING_PONG":true,"ROW_SUM_LANES":1,"SCHEDULE":"persistent","num_stages":2,"schema":1}
+#
+# tile       BLOCK_M query rows of one (batch, head); a warpgroup owns 64 of them and keeps their statistics to itself
+# block      BLOCK_N keys; a tile visits those that it sees from right to left, the ones that an edge crosses first
+# item       what one stage of the ring holds: the keys of one block, and the values of the block before it, which lies
+#            right of it. So one item is what one step of the loop needs: the scores of a block, and beside them the
+#            product of P and V of the block before
+# filled     one mbarrier per stage; its phase ends when the bytes of an item have arrived
+# emptied    one mbarrier per stage; its phase ends when every consumer has read an item
+# q_filled   the same of query rows: one for each warpgroup
+# q_emptied  as many; the phase ends when the warpgroup has read its rows
+# next_tile  which one a program has after this: the producer announces it to the consumers, and each takes it
+# phase      barriers start in phase 0, and a wait for phase 1 then passes at once: who fills a fresh ring waits for the
+#            phase before the one that its readers end
+# turn       consumers issue their products in turn, each while another one computes its softmax
+# qk, p      scores and their exponentials; m_i, l_i: running maximum and sum of each row; acc_*: unnormalised output
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -2,6 +2,17 @@
 # Kernel fb160b959401fbdc: fwd bf16 d64 causal alibi, hopper_ws 64x128 single s2 heads_per_group=16 row_sum_lanes=8
 # Family: {"access":"tma","alibi":true,"bounded_right":true,"dtype":"bfloat16","head_dim":64,"head_dim_v":64,"pass":"fwd","schema":1}
 # Config: {"BLOCK_N":128,"CONSUMERS":1,"EXACT_LENGTHS":false,"HEADS_PER_GROUP":16,"PACK_P":true,"PING_PONG":false,"ROW_SUM_LANES":8,"SCHEDULE":"single","num_stages":2,"schema":1}
+#
+# tile       BLOCK_M query rows of one (batch, head); a warpgroup owns 64 of them and keeps their statistics to itself
+# block      BLOCK_N keys; a tile visits those that it sees from right to left, the ones that an edge crosses first
+# item       what one stage of the ring holds: the keys of one block, and the values of the block before it, which lies
+#            right of it. So one item is what one step of the loop needs: the scores of a block, and beside them the
+#            product of P and V of the block before
+# filled     one mbarrier per stage; its phase ends when the bytes of an item have arrived
+# q_filled   the same of query rows: one for each warpgroup
+# phase      barriers start in phase 0, and a wait for phase 1 then passes at once: who fills a fresh ring waits for the
+#            phase before the one that its readers end
+# qk, p      scores and their exponentials; m_i, l_i: running maximum and sum of each row; acc_*: unnormalised output
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,6 +1,7 @@
 """Rendering: golden files, identity, features that leave no trace when off, and what may reach a template."""
 
 import ast
+import hashlib
 import os
 import re
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
+from itertools import dropwhile
 from pathlib import Path
 
 import jinja2.meta
@@ -18,7 +20,7 @@ from hypothesis import given, settings
 from fa_autotune.errors import InvalidConfigError, InvalidProblemError, TemplateError
 from fa_autotune.kernels import render as render_module
 from fa_autotune.kernels.pieces import pieces
-from fa_autotune.kernels.render import KernelSource, render
+from fa_autotune.kernels.render import DIGEST_CHARACTERS, KernelSource, render
 from fa_autotune.paths import templates_dir
 from fa_autotune.problem.device import KNOWN_DEVICES
 from fa_autotune.problem.family import Access, AttentionFamily, DType, strongest_access
@@ -31,7 +33,7 @@ from kit.strategies import candidates
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 UPDATE_VARIABLE = "FA_AUTOTUNE_UPDATE_GOLDEN"
-HEADER_LINES = 4
+HEADER_LINES = 4  # beside a legend
 TILE = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
 HOPPER_TILE = {"SCHEDULE": Schedule.TILE, "CONSUMERS": 2, "BLOCK_N": 64}
 
@@ -270,7 +272,13 @@ cases = pytest.mark.parametrize("case", GOLDEN_CASES)
 
 
 def body_of(source: KernelSource) -> str:
-    return "".join(source.text.splitlines(keepends=True)[HEADER_LINES:])
+    return "".join(dropwhile(lambda line: line.startswith("#"), source.text.splitlines(keepends=True)))
+
+
+def legend_of(source: KernelSource) -> list[str]:
+    """The lines of a header that say what words mean."""
+    header = source.text.removesuffix(body_of(source)).splitlines()
+    return header[HEADER_LINES + 1 :]
 
 
 def kernel_of(source: KernelSource) -> str:
@@ -384,6 +392,28 @@ def test_the_header_names_template_family_and_config() -> None:
     assert "templates/fwd_tma.py.jinja" in header
     assert candidate.family.key in header
     assert '"STORE_BY_TMA":true' in header
+
+
+GLUON_CASES = [case for case, candidate in GOLDEN_CASES.items() if candidate.variant.is_gluon]
+
+
+@pytest.mark.parametrize("case", GLUON_CASES)
+def test_the_header_of_a_kernel_in_gluon_says_what_its_own_words_mean(case: str) -> None:
+    source = render(GOLDEN_CASES[case])
+    terms = [term for line in legend_of(source) for term in re.findall(r"^# (\w.*?)(?:  |$)", line)]
+    words = {word for term in terms for word in term.split(", ")}
+    assert {"tile", "filled"} <= words
+    assert {word for word in words if word not in body_of(source)} == set()
+
+
+def test_other_headers_say_what_a_kernel_is_and_no_more() -> None:
+    sources = [render(candidate) for case, candidate in GOLDEN_CASES.items() if case not in GLUON_CASES]
+    assert not any(map(legend_of, sources))
+
+
+def test_a_header_is_no_part_of_the_digest() -> None:
+    source = render(make_candidate(Variant.HOPPER_WS))
+    assert hashlib.sha256(body_of(source).encode()).hexdigest()[:DIGEST_CHARACTERS] == source.digest
 
 
 # --- identity ---------------------------------------------------------------------------------------------------------
@@ -551,7 +581,7 @@ class RecordingTemplate:
     def get_template(self, name: str) -> "RecordingTemplate":
         return self
 
-    def render(self, **values: object) -> str:
+    def make_module(self, values: dict[str, object]) -> str:
         self.supplied = values
         return "body\n"
 
@@ -578,6 +608,11 @@ def undeclared_variables(name: str) -> set[str]:
     return found
 
 
+@pytest.mark.parametrize("path", sorted(templates_dir().glob("*.jinja")), ids=lambda path: path.name)
+def test_a_templates_lines_are_no_longer_than_ours(path: Path) -> None:
+    assert [line for line in path.read_text().splitlines() if len(line) > 120] == []
+
+
 def test_templates_together_use_exactly_what_render_supplies() -> None:
     used = set().union(*(undeclared_variables(spec.template) for spec in VARIANTS))
     assert used == set(supplied_to_template(make_candidate(Variant.PORTABLE)))
@@ -600,7 +635,7 @@ def leaves(value: object) -> Iterator[object]:
 
 @given(candidate=candidates())
 def test_only_numbers_and_enums_reach_a_template_beside_the_rows_of_arguments(candidate: Candidate) -> None:
-    supplied = {name: value for name, value in supplied_to_template(candidate).items() if name != "rows"}
+    supplied = {name: value for name, value in supplied_to_template(candidate).items() if name != "argument_rows"}
     strange = [
         value
         for value in leaves(tuple(supplied.values()))

@@ -2,6 +2,20 @@
 # Kernel 7de17bf7ac7f2c73: fwd bf16 d128 window softcap sinks, hopper_ws 128x64 pipelined s2
 # Family: {"access":"tma","bounded_left":true,"bounded_right":true,"dtype":"bfloat16","head_dim":128,"head_dim_v":128,"pass":"fwd","schema":1,"sinks":true,"softcap":true}
 # Config: {"BLOCK_N":64,"CONSUMERS":2,"EXACT_LENGTHS":false,"HEADS_PER_GROUP":8,"PACK_P":true,"PING_PONG":false,"ROW_SUM_LANES":1,"SCHEDULE":"pipelined","num_stages":2,"schema":1}
+#
+# tile       BLOCK_M query rows of one (batch, head); a warpgroup owns 64 of them and keeps their statistics to itself
+# block      BLOCK_N keys; a tile visits those that it sees from right to left, the ones that an edge crosses first
+# item       what one stage of the ring holds: the keys of one block, and the values of the block before it, which lies
+#            right of it. So one item is what one step of the loop needs: the scores of a block, and beside them the
+#            product of P and V of the block before
+# filled     one mbarrier per stage; its phase ends when the bytes of an item have arrived
+# emptied    one mbarrier per stage; its phase ends when every consumer has read an item
+# q_filled   the same of query rows: one for each warpgroup and buffer
+# q_emptied  as many; the phase ends when the warpgroup has read its rows
+# next_tile  which one a program has after this: the producer announces it to the consumers, and each takes it
+# phase      barriers start in phase 0, and a wait for phase 1 then passes at once: who fills a fresh ring waits for the
+#            phase before the one that its readers end
+# qk, p      scores and their exponentials; m_i, l_i: running maximum and sum of each row; acc_*: unnormalised output
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
