@@ -275,11 +275,14 @@ class Encoder:
 
 
 def _raw_stream() -> Callable[[int], int] | None:
-    """How Triton asks for the current stream of a GPU, as a number."""
+    """How Triton asks torch for the current stream of a GPU, as a number.
+
+    None where it does not ask torch: a driver that was made before torch was there has a stream of its own (3.9).
+    """
     from triton.runtime import driver  # noqa: PLC0415 - loaded by now: the kernel is compiled
 
     found: Callable[[int], int] | None = getattr(driver.active, "get_current_stream", None)
-    return found
+    return None if getattr(found, "__self__", None) is driver.active else found
 
 
 def _stream_of(index: int) -> int:

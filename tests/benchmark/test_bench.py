@@ -13,6 +13,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from fa_autotune.benchmark import bench as bench_module
+from fa_autotune.benchmark import peers
 from fa_autotune.benchmark.bench import OURS, BenchReport, BenchRow, bench, geomean, prepare, table_rows
 from fa_autotune.benchmark.peers import PEERS
 from fa_autotune.cli import main
@@ -266,7 +267,7 @@ def test_ours_is_given_what_its_features_need() -> None:
 def test_flex_is_given_the_same_problem(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
-    monkeypatch.setattr(bench_module, "_compiled_flex", lambda: flex_attention)
+    monkeypatch.setattr(peers, "_compiled_flex", lambda: flex_attention)
     problem = AttentionProblem.parse(f"2x4x2x150x200x16,{words},fp32")
     q, k, v = seeded_inputs(problem.family, problem.shape, device=torch.device("cpu"), seed=0)
     launch, _ = PEERS["flex"](problem, q, k, v)

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 
 from fa_autotune.errors import LaunchError
-from fa_autotune.kernels import fast_launch, scratch
+from fa_autotune.evaluation.seeded import seeded_workload
+from fa_autotune.evaluation.workload import bottom_right_diagonal
+from fa_autotune.kernels import fast_launch, loaded, scratch
 from fa_autotune.kernels.fast_launch import Counts, bind
 from fa_autotune.kernels.loaded import LoadedKernel, load_kernel
 from fa_autotune.problem.device import INTERPRETER
 from fa_autotune.problem.family import AttentionFamily, DType
 from fa_autotune.problem.passes import Pass
-from fa_autotune.problem.problem import AttentionShape
+from fa_autotune.problem.problem import AttentionProblem, AttentionShape
+from fa_autotune.problem.sequences import Sequences
 from fa_autotune.reference.attention import seeded_inputs
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import variant_spec
@@ -30,6 +33,7 @@ from kit.launchers import (
     FlatLauncher,
     Launcher,
     NestedLauncher,
+    OnGpu,
     Recorder,
     ScratchLauncher,
     compiled_with,
@@ -461,3 +465,146 @@ def test_the_public_way_fills_the_counts_in() -> None:
     assert arguments[0] is out
     assert arguments[2] is q
     assert [arguments[place] for place in (1, 3, 4)] == [4, 50, 60]
+
+
+# --- modules as they are rendered -------------------------------------------------------------------------------------
+
+COUNTER = 4096  # the address of a tile counter
+FIXED_KERNELS = [
+    ("fwd,causal,alibi,dropout", Variant.PORTABLE),
+    ("fwd,left=9,sinks", Variant.TMA),
+    ("fwd,causal", Variant.HOPPER_WS),
+    ("bwd_delta", Variant.PORTABLE),
+    ("bwd_dkdv,causal,softcap", Variant.TMA),
+    ("bwd_dq,left=9,bias", Variant.PORTABLE),
+    ("bwd_preprocess", Variant.PORTABLE),
+    ("bwd_fused,causal,alibi", Variant.HOPPER_WS),
+    ("bwd_postprocess,left=9", Variant.PORTABLE),
+]
+PACKED_KERNELS = [
+    ("fwd,causal,alibi,sinks", Variant.PORTABLE),
+    ("fwd,left=9", Variant.HOPPER_WS),
+    ("bwd_dkdv,causal", Variant.PORTABLE),
+    ("bwd_dq,left=9", Variant.PORTABLE),
+    ("bwd_preprocess", Variant.PORTABLE),
+    ("bwd_fused,causal", Variant.HOPPER_WS),
+    ("bwd_postprocess", Variant.PORTABLE),
+]
+of_modules = "pass_and_features", "variant"
+
+
+def loaded_on_gpu(
+    pass_and_features: str, variant: Variant, run: Any, patch: pytest.MonkeyPatch, *, varlen: bool = False
+) -> tuple[LoadedKernel, AttentionProblem]:
+    """A kernel as it is on a GPU, launched by `run`, and a problem for it."""
+    patch.setattr(loaded, "interpreting", lambda: False)
+    patch.setattr(loaded, "compile_module", lambda module, arch: compiled_with(run))
+    for module in (loaded, fast_launch):
+        patch.setattr(module, "num_sms_of", lambda index: 3)
+    patch.setattr(fast_launch, "scratch_address", lambda index, stream: COUNTER)
+    problem = AttentionProblem.parse(f"2x4x2x130x140x64,{pass_and_features}{',varlen' if varlen else ''}")
+    spec = variant_spec(problem.family.kernel_pass, variant)
+    config = default_config(spec, problem.family, "sm_90")
+    return load_kernel(Candidate(family=problem.family, variant=variant, config=config), "sm_90"), problem
+
+
+def values_of(problem: AttentionProblem, *, sequences: Sequences | None = None) -> tuple[list[Tensor], list[Any]]:
+    """What a kernel is called with: tensors of the pretended GPU, which lie as a call's do, and numbers."""
+    diagonal = bottom_right_diagonal(problem)
+    workload = seeded_workload(problem, device=torch.device("cpu"), diagonal=diagonal, sequences=sequences)
+    values = workload.arguments(workload.allocate())
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    numbers = list(values[len(tensors) :])
+    if sequences is not None:  # rows first
+        of_rows = {sequences.total_q, sequences.total_k}
+        tensors = [
+            tensor.transpose(1, 2).contiguous().transpose(1, 2)
+            if tensor.ndim == 4 and tensor.shape[2] in of_rows
+            else tensor
+            for tensor in tensors
+        ]
+    return [tensor.as_subclass(OnGpu) for tensor in tensors], numbers
+
+
+def elsewhere(tensor: Tensor) -> Tensor:
+    """A copy that lies alike."""
+    copy = torch.empty(0, dtype=tensor.dtype)
+    copy.set_(tensor.untyped_storage().clone(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return copy.as_subclass(OnGpu)
+
+
+def handed_over_publicly(
+    kernel: LoadedKernel, launcher: Callable[..., None], tensors: list[Tensor], numbers: list[Any]
+) -> None:
+    """What Triton's own way hands to a launcher."""
+    counter = torch.empty(0, dtype=torch.int32)
+    arguments = kernel.module.arguments(*tensors, *numbers, *([counter] if kernel.is_persistent else []))
+    programs, *_ = kernel.grid(*tensors)
+    addresses = (
+        COUNTER if value is counter else value.data_ptr() if isinstance(value, Tensor) else value for value in arguments
+    )
+    launcher(programs, *FIXED[1:], *addresses)
+
+
+def layouts_of(kernel: LoadedKernel, tensors: list[Tensor], numbers: list[Any]) -> list[str]:
+    """What Triton knows of each of a kernel's descriptors."""
+    counter = [torch.empty(0, dtype=torch.int32)] if kernel.is_persistent else []
+    arguments = kernel.module.arguments(*tensors, *numbers, *counter)
+    return [f"layout {place}" for place, value in enumerate(arguments) if hasattr(value, "block_shape")]
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize(of_modules, FIXED_KERNELS)
+def test_a_rendered_module_is_launched_with_what_its_arguments_are(
+    pass_and_features: str, variant: Variant, launched: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of other tensors than it was bound with."""
+    run = Launcher(launched)
+    kernel, problem = loaded_on_gpu(pass_and_features, variant, run, monkeypatch)
+    tensors, numbers = values_of(problem)
+    if layouts := layouts_of(kernel, tensors, numbers):
+        run.launch = wrapped(launched, layouts)
+    launch = bind(kernel, tensors, numbers)
+    others = [elsewhere(tensor) for tensor in tensors]
+    launch(None, *others)
+    handed_over_publicly(kernel, run, others, numbers)
+    assert launched[0] == launched[1]
+    assert variant is Variant.PORTABLE or layouts
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize(of_modules, PACKED_KERNELS)
+def test_of_a_rendered_module_of_packed_sequences_counts_alone_change_with_the_totals(
+    pass_and_features: str, variant: Variant, launched: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was bound with to others stays right for any other totals and numbers of sequences."""
+    run = Launcher(launched)
+    kernel, problem = loaded_on_gpu(pass_and_features, variant, run, monkeypatch, varlen=True)
+    tensors, numbers = values_of(problem, sequences=Sequences(lengths_q=(7, 0), lengths_k=(5, 20)))
+    if layouts := layouts_of(kernel, tensors, numbers):
+        run.launch = wrapped(launched, layouts)
+    launch = bind(kernel, tensors, numbers, is_counted=True)
+    other = Sequences(lengths_q=(150, 3, 60), lengths_k=(0, 130, 9))
+    others, _ = values_of(problem, sequences=other)
+    launch(Counts(3, other.total_q, other.total_k), *others)
+    handed_over_publicly(kernel, run, others, numbers)
+    assert launched[0] == launched[1]
+
+
+@pytest.mark.kernel
+def test_the_delta_of_packed_sequences_is_that_of_one_batch_of_all_rows(
+    launched: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel knows of no sequences."""
+    run = Launcher(launched)
+    kernel, _ = loaded_on_gpu("bwd_delta", Variant.PORTABLE, run, monkeypatch)
+
+    def rows(total: int) -> list[Tensor]:
+        out, d_out = (on_gpu(total, 4, 64).bfloat16().transpose(0, 1)[None] for _ in range(2))
+        return [out, d_out, on_gpu(1, 4, total)]
+
+    launch = bind(kernel, rows(7), is_counted=True)
+    others = rows(213)
+    launch(Counts(3, 213, 139), *others)
+    handed_over_publicly(kernel, run, others, [])
+    assert launched[0] == launched[1]

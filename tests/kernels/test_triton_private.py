@@ -118,6 +118,16 @@ class Failing(FlatLauncher):
         self.launch(x, y, z, int(stream), function, "cooperative", None, *rest)
 
 
+class DriverWithoutTorch:
+    """Triton 3.9's, made before torch was imported: it knows the default stream only."""
+
+    def __init__(self) -> None:
+        self.get_current_stream = self._get_current_stream
+
+    def _get_current_stream(self, index: int) -> int:
+        return 0
+
+
 class TestALauncher:
     @pytest.mark.parametrize(
         ("kind", "form"),
@@ -168,10 +178,13 @@ class TestALauncher:
         assert path_of(run, torch.ones(2)) is None
         assert launch_form(compiled_with(run), has_descriptors=False) is LaunchForm.PUBLIC
 
-    def test_is_given_the_current_stream_also_by_a_triton_that_hides_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("active", [SimpleNamespace(), DriverWithoutTorch()], ids=["hidden", "not torch's"])
+    def test_is_given_the_current_stream_also_where_triton_does_not_tell_it(
+        self, active: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         from triton.runtime import driver
 
-        monkeypatch.setattr(driver, "_active", SimpleNamespace())
+        monkeypatch.setattr(driver, "_active", active)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=100 + index))
         path = path_of(FlatLauncher(Recorder()), torch.ones(2))
         assert path is not None
@@ -450,6 +463,7 @@ class TestThisTriton:
             def __init__(self) -> None:
                 self.launch = launch
                 self.global_scratch_size = self.profile_scratch_size = 0
+                self.gsan_enabled = False  # of Triton 3.9: a sanitizer, which takes more arguments
 
             def __getattr__(self, name: str) -> str:
                 if name.startswith("__"):
