@@ -19,7 +19,7 @@ from fa_autotune.benchmark.packed import lengths_of, packed
 from fa_autotune.benchmark.peers import OURS_UNORDERED, PEERS, Peer, backward_of
 from fa_autotune.dispatch.dispatcher import Dispatcher
 from fa_autotune.errors import FaAutotuneError, UnsupportedError
-from fa_autotune.evaluation.measure import Launch, MeasurePolicy, confirm, make_timer, regime_for
+from fa_autotune.evaluation.measure import MeasurePolicy, TimedRun, confirm, make_timer, regime_for
 from fa_autotune.evaluation.seeded import seeded_features
 from fa_autotune.evaluation.workload import bottom_right_diagonal
 from fa_autotune.kernels.gpu import live_device, live_toolchain
@@ -215,14 +215,14 @@ def prepare(
     problem: AttentionProblem,
     inputs: tuple[Tensor, Tensor, Tensor],
     *,
-    attempt: Callable[[Launch], Any],
-) -> tuple[dict[str, Launch], dict[str, str]]:
+    attempt: Callable[[TimedRun], Any],
+) -> tuple[dict[str, TimedRun], dict[str, str]]:
     """Launches of the contenders that can run a problem, each tried once, and a note on every contender.
 
     `attempt` times a launch as it will be timed, since a peer may run and yet refuse to be captured in a graph. A peer
     that fails is left out and its note says why; a failure of ours is raised.
     """
-    launches: dict[str, Launch] = {}
+    launches: dict[str, TimedRun] = {}
     notes: dict[str, str] = {}
     for name, make in makers.items():
         try:
@@ -262,7 +262,7 @@ def _ours(
 
 def _our_backward(
     dispatcher: Dispatcher, backend: int, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Launch, str]:
+) -> tuple[TimedRun, str]:
     """What a training step launches after the forward, and the memory that it allocates; `backend` as in `ops.call`."""
     note = _backward_note(dispatcher, problem, backend)
     features = seeded_features(problem, device=q.device)

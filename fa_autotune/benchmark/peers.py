@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fa_autotune.benchmark.packed import document_mask, packed
 from fa_autotune.errors import UnsupportedError
-from fa_autotune.evaluation.measure import Launch
+from fa_autotune.evaluation.measure import TimedRun
 from fa_autotune.evaluation.seeded import seeded_features
 from fa_autotune.ops.api import attention
 from fa_autotune.problem.problem import AttentionProblem
@@ -46,7 +46,7 @@ def _ours_padded(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> 
     return partial(launch, deterministic=True), "our kernels on the same sequences as a batch"
 
 
-def backward_of(make: Peer, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Launch, str]:
+def backward_of(make: Peer, problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[TimedRun, str]:
     """A peer's whole backward, through autograd: its graph is kept, so that it can run again."""
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     with torch.enable_grad():

@@ -17,9 +17,9 @@ from typing import Any, Self, TypeVar
 from fa_autotune.errors import FaAutotuneError, TemplateError, WorkerDied, WorkerError, WorkerTimeout
 from fa_autotune.evaluation.measure import MeasurePolicy
 from fa_autotune.evaluation.worker_jobs import (
-    Bench,
     Built,
     Failure,
+    TrialSetting,
     confirm_job,
     screen_job,
     soak_job,
@@ -87,7 +87,7 @@ class LocalEvaluator:
         deadlines: Deadlines | None = None,
     ) -> None:
         interpreted = device_index is None
-        self._bench = Bench(
+        self._bench = TrialSetting(
             device=device,
             device_index=device_index,
             policy=policy or (INTERPRETER_POLICY if interpreted else MeasurePolicy()),

@@ -18,7 +18,7 @@ from fa_autotune.problem.device import INTERPRETER_ARCH, DeviceSpec
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import Measurement, Regime, Role
 
-Launch = Callable[[], object]  # what it gives is of no concern
+TimedRun = Callable[[], object]  # what it gives is of no concern
 
 GRAPH_BELOW_US = 50.0  # a problem shorter than this at ROUGH_TFLOPS_PER_SM is timed under a graph
 ROUGH_TFLOPS_PER_SM = 3.0
@@ -43,7 +43,7 @@ class MeasurePolicy:
 class Timer(Protocol):
     """Times `count` launches one by one, in milliseconds."""
 
-    def __call__(self, launch: Launch, count: int) -> list[float]: ...
+    def __call__(self, launch: TimedRun, count: int) -> list[float]: ...
 
 
 def regime_for(problem: AttentionProblem, device: DeviceSpec) -> Regime:
@@ -66,7 +66,7 @@ def make_timer(regime: Regime, device: DeviceSpec, device_index: int | None) -> 
 
 
 def screen(
-    launch: Launch,
+    launch: TimedRun,
     *,
     timer: Timer,
     regime: Regime,
@@ -85,7 +85,7 @@ def screen(
 
 
 def confirm(
-    launches: Sequence[Launch], *, timer: Timer, regime: Regime, policy: MeasurePolicy, device_index: int | None
+    launches: Sequence[TimedRun], *, timer: Timer, regime: Regime, policy: MeasurePolicy, device_index: int | None
 ) -> list[Measurement]:
     """Time finalists in turn, the order reversed every second round, so that a drift of the clocks meets all alike."""
     times: list[list[float]] = [[] for _ in launches]
@@ -135,7 +135,7 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _time_by_wall(launch: Launch, count: int) -> list[float]:
+def _time_by_wall(launch: TimedRun, count: int) -> list[float]:
     times = []
     for _ in range(count):
         start = time.perf_counter()
@@ -148,7 +148,7 @@ class _EventTimer:
     def __init__(self, flush: torch.Tensor) -> None:
         self._flush = flush
 
-    def __call__(self, launch: Launch, count: int) -> list[float]:
+    def __call__(self, launch: TimedRun, count: int) -> list[float]:
         starts, ends = [_event() for _ in range(count)], [_event() for _ in range(count)]
         for start, end in zip(starts, ends, strict=True):
             self._flush.zero_()  # also hides the host's launch time behind device work
@@ -164,9 +164,9 @@ class _GraphTimer:
 
     def __init__(self) -> None:
         # Weak: with a launch go its graph and the tensors that both hold, so that many trials need no more memory.
-        self._graphs: WeakKeyDictionary[Launch, torch.cuda.CUDAGraph] = WeakKeyDictionary()
+        self._graphs: WeakKeyDictionary[TimedRun, torch.cuda.CUDAGraph] = WeakKeyDictionary()
 
-    def __call__(self, launch: Launch, count: int) -> list[float]:
+    def __call__(self, launch: TimedRun, count: int) -> list[float]:
         graph = self._graph(launch)
         times = []
         for _ in range(max(1, count)):
@@ -178,7 +178,7 @@ class _GraphTimer:
             times.append(start.elapsed_time(end) / LAUNCHES_PER_GRAPH)
         return times
 
-    def _graph(self, launch: Launch) -> torch.cuda.CUDAGraph:
+    def _graph(self, launch: TimedRun) -> torch.cuda.CUDAGraph:
         if (held := self._graphs.get(launch)) is not None:
             return held
         launch()  # loads the kernel: nothing may be loaded inside a capture

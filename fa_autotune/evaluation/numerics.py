@@ -33,10 +33,10 @@ from fa_autotune.reference.attention import (
 )
 from fa_autotune.reference.features import seeing_rows, seen_keys
 from fa_autotune.reference.packed import (
+    packed_gradients_from_statistics,
+    packed_reference,
+    packed_same_precision,
     packed_statistics_of,
-    varlen_gradients_from_statistics,
-    varlen_reference,
-    varlen_same_precision,
 )
 
 LENIENT_GRADIENT_FACTOR = 3.0
@@ -78,7 +78,7 @@ def _spoil_unused(workload: Workload) -> None:
     """Make NaN what no result may depend on: rows of no sequence, and keys that no row sees."""
     assert workload.sequences is not None
     unused = slice(sum(workload.sequences.lengths_q), None)
-    unseen = workload.varlen_call.unseen_keys().to(workload.inputs[0].device)
+    unseen = workload.packed_call.unseen_keys().to(workload.inputs[0].device)
     for name, tensor in workload.named_inputs.items():
         if TENSORS[name].in_blocks:
             continue
@@ -94,7 +94,7 @@ def expectations_of(
     """What is expected of each output, for inputs that may be stretches that start at a row or key."""
     family = workload.family
     if workload.sequences is not None and family.kernel_pass in (Pass.FWD, Pass.BWD_DKDV, Pass.BWD_DQ):
-        return _varlen_expectations(workload)
+        return _packed_expectations(workload)
     call: dict[str, Any] = {
         "softmax_scale": workload.softmax_scale,
         "diagonal": workload.diagonal,
@@ -165,25 +165,25 @@ def _expected_dq(workload: Workload, dq_acc: Tensor) -> ExpectedNumbers:
     return ExpectedNumbers(name="dq", ref=ref, pt=pt, zero=empty, why="rows that see no key")
 
 
-def _varlen_expectations(workload: Workload) -> list[Expectation]:
-    """The same of sequences in a row."""
-    call, family, inputs = workload.varlen_call, workload.family, workload.inputs
+def _packed_expectations(workload: Workload) -> list[Expectation]:
+    """The same of packed sequences."""
+    call, family, inputs = workload.packed_call, workload.family, workload.inputs
     q, k, v, *of_rows = inputs
     why = "rows that see no key"
     if family.kernel_pass is Pass.FWD:
-        ref, lse = varlen_reference(q, k, v, call)
+        ref, lse = packed_reference(q, k, v, call)
         bare = replace(call, features=replace(call.features, sinks=None))
-        empty = varlen_reference(q, k, v, bare)[1] == float("-inf")
-        pt, lse_error = varlen_same_precision(q, k, v, call, tf32=family.tf32), 0.0
+        empty = packed_reference(q, k, v, bare)[1] == float("-inf")
+        pt, lse_error = packed_same_precision(q, k, v, call, tf32=family.tf32), 0.0
         if family.tf32:
-            lse_error = _tf32_error(lse, varlen_reference(cut_to_tf32(q), cut_to_tf32(k), v, call)[1])
+            lse_error = _tf32_error(lse, packed_reference(cut_to_tf32(q), cut_to_tf32(k), v, call)[1])
         return [
             ExpectedNumbers(name="out", ref=ref, pt=pt, zero=empty, why=why),
             ExpectedLse(ref=lse, tolerance=_lse_tolerance(workload) + MAX_ERROR_FACTOR * lse_error),
         ]
     d_out, lse, delta = of_rows
-    refs = varlen_gradients_from_statistics(q, k, v, d_out, lse, delta, call)
-    pts = varlen_gradients_from_statistics(q, k, v, d_out, lse, delta, call, dtype=q.dtype, tf32=family.tf32)
+    refs = packed_gradients_from_statistics(q, k, v, d_out, lse, delta, call)
+    pts = packed_gradients_from_statistics(q, k, v, d_out, lse, delta, call, dtype=q.dtype, tf32=family.tf32)
     factor = _gradient_factor(workload)
     if family.kernel_pass is Pass.BWD_DQ:
         empty = lse == float("-inf")
@@ -235,7 +235,7 @@ def blind_rows(workload: Workload) -> Tensor:
     """(seqlen_q,) mask, or (total_q,), of the query rows that see no key."""
     device, shape = workload.inputs[0].device, workload.shape
     if workload.sequences is not None:
-        return workload.varlen_call.blind_rows().to(device)
+        return workload.packed_call.blind_rows().to(device)
     first, end = seeing_rows(shape.seqlen_q, shape.seqlen_k, workload.diagonal, workload.features.left_diagonal)
     rows = torch.arange(shape.seqlen_q, device=device)
     return (rows < first) | (rows >= end)

@@ -12,7 +12,7 @@ from fa_autotune.problem.sequences import Sequences
 from fa_autotune.reference.attention import TORCH_DTYPES, backward_statistics, seeded_inputs, seeded_output
 from fa_autotune.reference.dropout import head_numbers
 from fa_autotune.reference.features import Features, seeing_rows
-from fa_autotune.reference.packed import packed_statistics_of, varlen_statistics
+from fa_autotune.reference.packed import packed_statistics, packed_statistics_of
 from fa_autotune.space.workspace import (
     fused_tile,
     packed_turns_size,
@@ -102,7 +102,7 @@ def seeded_workload(
     softmax_scale = family.head_dim**-0.5
     if family.varlen:
         sequences = sequences or Sequences.equal(shape)
-        return _seeded_in_a_row(problem, sequences, device, diagonal, seed, scale, features)
+        return _seeded_packed(problem, sequences, device, diagonal, seed, scale, features)
     takes = family.kernel_pass.spec.takes
     made: dict[str, Tensor] = {}
     if "dq_acc" in takes:
@@ -129,7 +129,7 @@ def seeded_workload(
     )
 
 
-def _seeded_in_a_row(
+def _seeded_packed(
     problem: AttentionProblem,
     sequences: Sequences,
     device: torch.device,
@@ -163,20 +163,20 @@ def _seeded_in_a_row(
     if "do" in takes:
         made["do"] = seeded_output(family, rows, device=device, seed=seed + 2**20, scale=shape.seqlen_k**0.5)
     if {"q", "do"} <= set(takes):
-        lse, delta = varlen_statistics(q, k, v, made["do"], workload.varlen_call)
+        lse, delta = packed_statistics(q, k, v, made["do"], workload.packed_call)
         made |= {"lse": lse, "delta": delta, "statistics": packed_statistics_of(cu_seqlens_q, lse, delta)}
         made["turns"] = torch.zeros(packed_turns_size(*workload._packed), dtype=torch.int32, device=device)
     return replace(workload, inputs=tuple(made[name] for name in takes))
 
 
 def _packed_dq_acc(workload: Workload, seed: int, scale: float) -> Tensor:
-    """`_seeded_dq_acc` of sequences in a row."""
+    """`_seeded_dq_acc` of packed sequences."""
     family, device = workload.family, workload.inputs[0].device
     tile, (heads, num_sequences, total_q) = fused_tile(family), workload._packed
     generator = torch.Generator(device=device).manual_seed(seed)
     size = (1, heads, row_blocks(total_q, num_sequences, tile.block_m) * tile.block_m, tile.columns)
     dq = torch.randn(size, generator=generator, device=device) * scale
-    blind = workload.varlen_call.blind_rows().to(device)
+    blind = workload.packed_call.blind_rows().to(device)
     dq[:, :, workload.padded_rows[blind]] = float("nan")
     return acc_of_dq(family, dq)
 

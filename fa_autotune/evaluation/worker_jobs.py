@@ -14,7 +14,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from fa_autotune.evaluation.measure import Launch, MeasurePolicy, Timer, confirm, make_timer, regime_for, screen
+from fa_autotune.evaluation.measure import MeasurePolicy, TimedRun, Timer, confirm, make_timer, regime_for, screen
 from fa_autotune.evaluation.probes import probes
 from fa_autotune.evaluation.seeded import seeded_workload
 from fa_autotune.evaluation.verify import same_bits, verify, verify_sampled
@@ -52,7 +52,7 @@ _STICKY_ERRORS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
+class TrialSetting:
     """Where a job runs: the device and its index (None: the interpreter, on the CPU), and how long it may measure."""
 
     device: DeviceSpec
@@ -82,11 +82,13 @@ class Failure:
     sticky: bool = False
 
 
-def _on_device(run: Callable[Concatenate[Bench, P], T | Failure]) -> Callable[Concatenate[Bench, P], T | Failure]:
+def _on_device(
+    run: Callable[Concatenate[TrialSetting, P], T | Failure],
+) -> Callable[Concatenate[TrialSetting, P], T | Failure]:
     """A job that runs with its own GPU as the current one, and gives what it raises as a Failure."""
 
     @wraps(run)
-    def job(bench: Bench, /, *args: P.args, **kwargs: P.kwargs) -> T | Failure:
+    def job(bench: TrialSetting, /, *args: P.args, **kwargs: P.kwargs) -> T | Failure:
         # Events, graphs and synchronize() belong to the current GPU, whatever GPU the tensors are on.
         current = nullcontext() if bench.device_index is None else torch.cuda.device(bench.device_index)
         try:
@@ -104,7 +106,7 @@ def toolchain_job() -> Toolchain:
 
 
 @_on_device
-def verify_job(bench: Bench, built: Built) -> AccuracyReport | Failure:
+def verify_job(bench: TrialSetting, built: Built) -> AccuracyReport | Failure:
     """Check a candidate's kernel on the probes round its blocks."""
     family = built.candidate.family
     kernel = _loaded(built, bench.device.arch)
@@ -133,7 +135,7 @@ def _blocks(candidate: Candidate) -> tuple[int, int]:
 
 @_on_device
 def screen_job(
-    bench: Bench, built: Built, problem: AttentionProblem, incumbent_ms: float | None
+    bench: TrialSetting, built: Built, problem: AttentionProblem, incumbent_ms: float | None
 ) -> Measurement | Failure:
     """Time a verified kernel on a problem."""
     regime = regime_for(problem, bench.device)
@@ -148,7 +150,7 @@ def screen_job(
 
 
 @_on_device
-def soak_job(bench: Bench, built: Built, problem: AttentionProblem) -> AccuracyReport | Failure:
+def soak_job(bench: TrialSetting, built: Built, problem: AttentionProblem) -> AccuracyReport | Failure:
     """Check a finalist at the problem's own size, then launch it many times: the last result must be the first, bit
     for bit."""
     kernel = _loaded(built, bench.device.arch)
@@ -160,7 +162,9 @@ def soak_job(bench: Bench, built: Built, problem: AttentionProblem) -> AccuracyR
 
 
 @_on_device
-def confirm_job(bench: Bench, finalists: Sequence[Built], problem: AttentionProblem) -> list[Measurement] | Failure:
+def confirm_job(
+    bench: TrialSetting, finalists: Sequence[Built], problem: AttentionProblem
+) -> list[Measurement] | Failure:
     """Time finalists interleaved; one measurement for each, in their order."""
     regime = regime_for(problem, bench.device)
     return confirm(
@@ -202,11 +206,11 @@ def _workload(problem: AttentionProblem, device_name: str) -> Workload:
 
 
 @lru_cache(maxsize=2)
-def _timer(regime: Regime, bench: Bench) -> Timer:
+def _timer(regime: Regime, bench: TrialSetting) -> Timer:
     return make_timer(regime, bench.device, bench.device_index)
 
 
-def _bound_launch(built: Built, problem: AttentionProblem, bench: Bench) -> Launch:
+def _bound_launch(built: Built, problem: AttentionProblem, bench: TrialSetting) -> TimedRun:
     kernel = _loaded(built, bench.device.arch)
     workload = _workload(problem, str(bench.torch_device))
     outputs = workload.allocate()

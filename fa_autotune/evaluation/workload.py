@@ -13,7 +13,7 @@ from fa_autotune.problem.problem import AttentionProblem, AttentionShape
 from fa_autotune.problem.sequences import Sequences
 from fa_autotune.reference.attention import TORCH_DTYPES
 from fa_autotune.reference.features import NO_FEATURES, Features
-from fa_autotune.reference.packed import LOG2_E, VarlenCall, packed_lse_and_delta, padded_places
+from fa_autotune.reference.packed import LOG2_E, PackedCall, packed_lse_and_delta, padded_places
 from fa_autotune.space.workspace import (
     DQ_LANES,
     dq_acc_size,
@@ -65,10 +65,10 @@ class Workload:
         return dict(zip(self.family.kernel_pass.spec.takes, self.inputs, strict=True))
 
     @property
-    def varlen_call(self) -> VarlenCall:
-        """What the reference of sequences in a row is told."""
+    def packed_call(self) -> PackedCall:
+        """What the reference of packed sequences is told."""
         assert self.sequences is not None
-        return VarlenCall(
+        return PackedCall(
             sequences=self.sequences,
             softmax_scale=self.softmax_scale,
             diagonal=self.diagonal,
@@ -113,7 +113,7 @@ class Workload:
 
     @property
     def _packed(self) -> tuple[int, int, int]:
-        """What the sizes of a workspace of sequences in a row depend on."""
+        """What the sizes of a workspace of packed sequences depend on."""
         assert self.sequences is not None
         return self.shape.num_q_heads, len(self.sequences.lengths_q), self.sequences.total_q
 
@@ -129,7 +129,7 @@ class Workload:
 
     @property
     def padded_rows(self) -> Tensor:
-        """Where the rows of sequences in a row lie among those of whole tiles of dq."""
+        """Where the rows of packed sequences lie among those of whole tiles of dq."""
         assert self.sequences is not None
         assert self.features.cu_seqlens_q is not None
         block_m = fused_tile(self.family).block_m

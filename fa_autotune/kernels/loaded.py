@@ -80,7 +80,7 @@ class LoadedKernel:
         return self.grid_of(batch_size, owner.shape[1], owner.shape[2], *num_sms)
 
     def grid_of(self, batch_size: int, num_heads: int, length: int, *num_sms: int) -> tuple[int, ...]:
-        """The programs for tensors of such extents; of sequences in a row: their number, and all rows of a head."""
+        """The programs for tensors of such extents; of packed sequences: their number, and all rows of a head."""
         grid: tuple[int, ...] = self.module.grid(batch_size, num_heads, length, *num_sms)
         if grid[0] > MAX_GRID:
             raise LaunchError(f"{grid[0]} programs, a launch takes at most {MAX_GRID}: split the batch")

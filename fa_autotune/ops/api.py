@@ -393,7 +393,7 @@ def _as_called(problem: AttentionProblem | str) -> AttentionProblem:
 
 # What arguments mean that are not served; None is off.
 _FEATURES = {
-    "attn_mask": "a mask, of sequences in a row",
+    "attn_mask": "a mask, of packed sequences",
     "score_mod": "a score function",
     "mask_mod": "a mask function",
     "q_scale": "8-bit inputs",

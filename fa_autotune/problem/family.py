@@ -153,7 +153,7 @@ class AttentionFamily:
         found = [name for name in MASK_KINDS if getattr(self, name)]
         if self.varlen and found:
             raise InvalidProblemError(
-                f"{' and '.join(found)} with varlen: kernels of sequences in a row know no masks; leave one out"
+                f"{' and '.join(found)} with varlen: kernels of packed sequences know no masks; leave one out"
             )
 
     def as_json(self) -> dict[str, Any]:

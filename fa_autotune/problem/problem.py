@@ -195,7 +195,7 @@ class AttentionProblem:
         """The problem whose kernel runs when this one is called: without a bound that hides nothing, bottom-right.
 
         A single query row needs no causal bound; no row needs a window that reaches past every key. Calls of varlen
-        keep their bounds, and are rounded as `varlen_shape` says.
+        keep their bounds, and are rounded as `packed_shape` says.
         """
         shape, family = self.shape, self.family
         if family.varlen:
@@ -341,7 +341,7 @@ def rounded_up(count: int) -> int:
     return min(1 << max(0, count - 1).bit_length(), MAX_EXTENT)
 
 
-def varlen_shape(
+def packed_shape(
     *, num_sequences: int, num_q_heads: int, num_kv_heads: int, total_q: int, total_k: int, window: tuple[int, int]
 ) -> AttentionShape:
     """The shape that stands for sequences with so many rows in all: their number and mean lengths, each rounded up to a

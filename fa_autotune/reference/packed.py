@@ -1,4 +1,4 @@
-"""Plain-torch attention of sequences in a row: `reference`, sequence by sequence.
+"""Plain-torch attention of packed sequences: `reference`, sequence by sequence.
 
 Tensors are (1, heads, total, head_dim). `diagonal` and the left one of `features` count from each sequence's own
 bottom-right, and the slopes and sinks of `features` are (sequences, num_q_heads).
@@ -28,8 +28,8 @@ LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VarlenCall:
-    """A call on sequences in a row, less its tensors."""
+class PackedCall:
+    """A call on packed sequences, less its tensors."""
 
     sequences: Sequences
     softmax_scale: float
@@ -83,7 +83,7 @@ def sequences_of(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, total
     return Sequences(lengths_q=lengths[0], lengths_k=lengths[1], unused_q=unused[0], unused_k=unused[1])
 
 
-def varlen_reference(q: Tensor, k: Tensor, v: Tensor, call: VarlenCall) -> tuple[Tensor, Tensor]:
+def packed_reference(q: Tensor, k: Tensor, v: Tensor, call: PackedCall) -> tuple[Tensor, Tensor]:
     """(out, lse) in the reference precision: rows of no sequence, and those that see no key, give 0 and −inf."""
     out = v.new_zeros((*q.shape[:3], v.shape[3]), dtype=reference_dtype(q.dtype))
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
@@ -93,7 +93,7 @@ def varlen_reference(q: Tensor, k: Tensor, v: Tensor, call: VarlenCall) -> tuple
     return out, lse
 
 
-def varlen_same_precision(q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, *, tf32: bool = False) -> Tensor:
+def packed_same_precision(q: Tensor, k: Tensor, v: Tensor, call: PackedCall, *, tf32: bool = False) -> Tensor:
     """out in the inputs' own precision: the error that plain torch makes, or with `tf32` that of products in tf32."""
     out = v.new_zeros((*q.shape[:3], v.shape[3]))
     for rows, keys, told in call.parts():
@@ -103,7 +103,7 @@ def varlen_same_precision(q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, *, 
     return out
 
 
-def varlen_statistics(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, call: VarlenCall) -> tuple[Tensor, Tensor]:
+def packed_statistics(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, call: PackedCall) -> tuple[Tensor, Tensor]:
     """(lse, delta), fp32 (1, num_q_heads, total_q): what the forward and the delta kernel leave for a backward."""
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
     delta = torch.zeros_like(lse)
@@ -116,14 +116,14 @@ def varlen_statistics(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, call: Varl
     return lse, delta
 
 
-def varlen_gradients_from_statistics(
+def packed_gradients_from_statistics(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     d_out: Tensor,
     lse: Tensor,
     delta: Tensor,
-    call: VarlenCall,
+    call: PackedCall,
     *,
     dtype: torch.dtype | None = None,
     tf32: bool = False,
@@ -142,8 +142,8 @@ def varlen_gradients_from_statistics(
     return dq, dk, dv
 
 
-def varlen_gradients(
-    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, d_lse: Tensor | None, call: VarlenCall
+def packed_gradients(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, d_lse: Tensor | None, call: PackedCall
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v in the reference precision, from those of out and (if any) of lse."""
     dq, dk, dv = (tensor.new_zeros(tensor.shape, dtype=reference_dtype(q.dtype)) for tensor in (q, k, v))

@@ -334,10 +334,10 @@ def packed_across_tiles(
     return None
 
 
-def turns(
+def ping_pong(
     family: AttentionFamily, shape: AttentionShape | None, config: HopperWsFwdConfig, device: DeviceSpec
 ) -> str | None:
-    """Taking turns takes two."""
+    """It takes two."""
     if config.PING_PONG and config.SCHEDULE is Schedule.SINGLE:
         return "PING_PONG needs two warpgroups that consume"
     return None
@@ -448,7 +448,7 @@ def addressable_dq(
 
 
 def _dq_extents(family: AttentionFamily, shape: AttentionShape) -> tuple[int, int]:
-    """Rows of dq_acc; and lse and delta of sequences in a row, which lie in one for a descriptor."""
+    """Rows of dq_acc; and lse and delta of packed sequences, which lie in one for a descriptor."""
     rows, _ = fused_dq_acc_size(family, shape)
     if not family.varlen:
         return rows, 0
@@ -490,7 +490,7 @@ FORWARD_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
 HOPPER_CONSTRAINTS: tuple[tuple[str, Check], ...] = (
     ("warpgroups", warpgroups),
     ("third_consumer", third_consumer),
-    ("turns", turns),
+    ("ping_pong", ping_pong),
     ("stages_in_flight", stages_in_flight),
     ("packed_probabilities", packed_probabilities),
     ("packed_across_tiles", packed_across_tiles),

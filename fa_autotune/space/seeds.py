@@ -33,10 +33,10 @@ from fa_autotune.space.tiles import (
     PORTABLE_SMEM_BYTES,
     TMA_SMEM_BYTES,
     Tile,
-    is_wide_head,
+    default_tiles_in_pieces,
+    is_in_pieces,
+    seed_tiles_in_pieces,
     tf32_tiles,
-    wide_default_tiles,
-    wide_seed_tiles,
 )
 
 _SMALL_SPACE = 16_384  # points that a search may look at one by one before it starts
@@ -51,8 +51,8 @@ def default_config(spec: VariantSpec, family: AttentionFamily, arch: str) -> Ker
     if spec.variant.is_gluon:
         return _gluon_seeds(spec, family)[0]
     columns = padded_head_dim(family.head_dim) + padded_head_dim(family.head_dim_v)
-    if is_wide_head(family) or family.tf32:
-        return _wide_default(spec, family, arch)
+    if is_in_pieces(family) or family.tf32:
+        return _default_in_pieces(spec, family, arch)
     if multiplies_by_fma(family, arch):
         # What hardly spills with 32 rows.
         widest = 96 if (family.bounded_left or family.varlen) and family.access is Access.ANY else 256
@@ -72,11 +72,11 @@ def default_config(spec: VariantSpec, family: AttentionFamily, arch: str) -> Ker
     raise AssertionError(f"no default tile fits {family}")  # 64×16 in one stage fits head dim 256
 
 
-def _wide_default(spec: VariantSpec, family: AttentionFamily, arch: str) -> KernelConfig:
+def _default_in_pieces(spec: VariantSpec, family: AttentionFamily, arch: str) -> KernelConfig:
     """For rows of so many bytes that a forward's fill 64 KB."""
-    by_descriptors = spec.variant is Variant.TMA and is_wide_head(family)
-    if is_wide_head(family):
-        tiles, piece = wide_default_tiles(family, arch, by_descriptors=by_descriptors)
+    by_descriptors = spec.variant is Variant.TMA and is_in_pieces(family)
+    if is_in_pieces(family):
+        tiles, piece = default_tiles_in_pieces(family, arch, by_descriptors=by_descriptors)
     else:
         tiles, piece = tf32_tiles(family, arch)
     configs = [_tiled(spec, family, tile, piece) for tile in tiles]
@@ -93,8 +93,8 @@ def seed_configs(spec: VariantSpec, family: AttentionFamily, arch: str) -> Seque
     default = default_config(spec, family, arch)
     wide = 2 * max(padded_head_dim(family.head_dim), padded_head_dim(family.head_dim_v))
     piece = 256
-    if is_wide_head(family):
-        return [default, *(_tiled(spec, family, tile, piece) for tile, piece in wide_seed_tiles(family, arch))]
+    if is_in_pieces(family):
+        return [default, *(_tiled(spec, family, tile, piece) for tile, piece in seed_tiles_in_pieces(family, arch))]
     if family.tf32:
         tiles, piece = tf32_tiles(family, arch)
         return [default, *(_tiled(spec, family, tile, piece) for tile in tiles)]

@@ -4,7 +4,7 @@ from fa_autotune.problem.device import INTERPRETER_ARCH
 from fa_autotune.problem.family import Access, AttentionFamily, DType
 from fa_autotune.problem.passes import Pass
 from fa_autotune.space.estimates import WIDEST_BUSY, WIDEST_PIECE, copies_mask, multiplies_by_warp
-from fa_autotune.space.tiles import is_wide_head
+from fa_autotune.space.tiles import is_in_pieces
 from fa_autotune.space.workspace import NARROW_HEAD_DIM, PART_ROWS, WIDEST_SHARED, fused_tile, is_wide
 
 MIN_TRITON = (3, 6)
@@ -17,7 +17,7 @@ WIDEST_WITH_DROPOUT = 192  # head_dim_v of the fused backward of wide head dims
 
 def portable_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
     """Why kernels that read through pointers don't serve a family, or None."""
-    if family.tf32 and is_wide_head(family):
+    if family.tf32 and is_in_pieces(family):
         return f"tiles for tf32 spill above head_dim {WIDEST_PIECE}; leave tf32 out"
     if triton_version < MIN_TRITON:
         return f"needs Triton {'.'.join(map(str, MIN_TRITON))} or newer, not {'.'.join(map(str, triton_version))}"
@@ -54,7 +54,7 @@ def tma_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, 
         )
     if family.dropout and family.bounded_left and family.kernel_pass is not Pass.BWD_DKDV:
         return "dropout wants whole 16 keys, and descriptors would read some that no row sees; the portable one serves"
-    if is_wide_head(family) and multiplies_by_warp(arch):
+    if is_in_pieces(family) and multiplies_by_warp(arch):
         return f"on {arch} head dims above {WIDEST_PIECE} from descriptors spill; the portable variant serves"
     return portable_supports(family, arch, triton_version)
 
@@ -67,7 +67,7 @@ def _hopper_ws_supports(family: AttentionFamily, arch: str, triton_version: tupl
         return (
             f"Gluon's calls move between releases; written for Triton {known}, not {'.'.join(map(str, triton_version))}"
         )
-    if is_wide_head(family):
+    if is_in_pieces(family):
         return _too_wide(family)
     if family.access is not Access.TMA:
         return f"tensor descriptors can't read these pointers and strides (access={family.access.value})"
@@ -114,7 +114,7 @@ def _unknown_to_fused(family: AttentionFamily) -> str | None:
     """What the fused backwards, and the kernels beside them, do not know yet."""
     lacks = {"has_mask": "attn_mask"}
     if family.varlen:
-        lacks |= {"alibi": "ALiBi of sequences in a row", "dropout": "dropout of sequences in a row"}
+        lacks |= {"alibi": "ALiBi of packed sequences", "dropout": "dropout of packed sequences"}
     found = [words for name, words in lacks.items() if getattr(family, name)]
     others = "portable variant serves" if family.varlen else "tma and portable variants serve"
     return f"it knows no {' and no '.join(found)}; the {others}" if found else None
@@ -129,7 +129,7 @@ def _spills_in_fused(family: AttentionFamily) -> str | None:
     widest, is_window = max(family.head_dim, family.head_dim_v), family.bounded_left and family.bounded_right
     if family.varlen and is_window and not family.softcap and widest > WIDEST_VARLEN_WINDOW:
         return (
-            f"both edges of a window spill above head_dim {WIDEST_VARLEN_WINDOW} where sequences lie in a row; the "
+            f"both edges of a window spill above head_dim {WIDEST_VARLEN_WINDOW} where sequences are packed; the "
             "portable variant serves"
         )
     if widest <= NARROW_HEAD_DIM:
@@ -172,14 +172,14 @@ def beside_fused_supports(family: AttentionFamily, arch: str, triton_version: tu
         return f"it goes with the fused kernel, which is for sm_90, not {arch}"
     if family.dtype is DType.FLOAT32:
         return "it goes with the fused kernel, which multiplies no float32"
-    if is_wide_head(family):
+    if is_in_pieces(family):
         return f"it goes with the fused kernel, which serves head dims up to {WIDEST_PIECE}"
     return portable_supports(family, arch, triton_version) or _unknown_to_fused(family)
 
 
 def tma_backward_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
     """The same of the backward's kernels that read through tensor descriptors."""
-    if is_wide_head(family):
+    if is_in_pieces(family):
         return (
             f"a tile of 64 rows and its gradients fit registers up to head_dim {WIDEST_PIECE}; the portable one serves"
         )

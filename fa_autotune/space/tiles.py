@@ -41,7 +41,7 @@ BACKWARD_SEEDS_BY_WARP: dict[Pass, list[list[Tile]]] = {
 PORTABLE_SMEM_BYTES, TMA_SMEM_BYTES = 96 * 1024, 200 * 1024
 
 
-def is_wide_head(family: AttentionFamily) -> bool:
+def is_in_pieces(family: AttentionFamily) -> bool:
     """Whether a head dim takes several of the widest tiles."""
     return max(family.head_dim, family.head_dim_v) > WIDEST_PIECE
 
@@ -60,7 +60,7 @@ def tf32_tiles(family: AttentionFamily, arch: str) -> tuple[list[Tile], int]:
     return [(16, 16, 8 if holds_two else 4, 1), (16, 32, 8, 1), (32, 32, 8, 1), (32, 16, 8, 1)], 256
 
 
-def wide_default_tiles(family: AttentionFamily, arch: str, *, by_descriptors: bool) -> tuple[list[Tile], int]:
+def default_tiles_in_pieces(family: AttentionFamily, arch: str, *, by_descriptors: bool) -> tuple[list[Tile], int]:
     """Tiles that hardly spill, of which the first that fits is the default, and the piece (a product's columns)."""
     is_fma, kernel_pass = multiplies_by_fma(family, arch), family.kernel_pass
     piece = 32 if is_fma else 64 if multiplies_by_warp(arch) else 128
@@ -72,7 +72,7 @@ def wide_default_tiles(family: AttentionFamily, arch: str, *, by_descriptors: bo
     return [(16, 16, 8 if is_large and not is_wave else 4, 1)], piece
 
 
-def wide_seed_tiles(family: AttentionFamily, arch: str) -> Iterator[tuple[Tile, int]]:
+def seed_tiles_in_pieces(family: AttentionFamily, arch: str) -> Iterator[tuple[Tile, int]]:
     """Tiles worth trying first, each with a piece."""
     tiles = [(64, 32, 4, 2), (64, 32, 4, 1), (128, 32, 8, 1), (128, 32, 8, 2), (64, 16, 4, 2)]
     pieces = (64,) if multiplies_by_warp(arch) else (128, 256)

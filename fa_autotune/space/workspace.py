@@ -66,24 +66,24 @@ def fused_tile(family: AttentionFamily) -> FusedTile:
 
 
 def row_blocks(total_q: int, num_sequences: int, block: int) -> int:
-    """Blocks of rows that a head of sequences in a row has, whatever their lengths: sequence b, whose first row is
+    """Blocks of rows that a head of packed sequences has, whatever their lengths: sequence b, whose first row is
     `first`, owns those from first // block + b on, as many as its rows take. What lies behind the last is one more."""
     return total_q // block + num_sequences + 1
 
 
 def packed_statistics_size(num_q_heads: int, num_sequences: int, total_q: int) -> tuple[int, int, int]:
-    """`statistics_size` of sequences in a row: each sequence's rows are padded to whole blocks."""
+    """`statistics_size` of packed sequences: each sequence's rows are padded to whole blocks."""
     return 2, num_q_heads, row_blocks(total_q, num_sequences, STATISTIC_ROWS) * STATISTIC_ROWS
 
 
 def packed_turns_size(num_q_heads: int, num_sequences: int, total_q: int) -> tuple[int, int]:
-    """`turns_size` of sequences in a row."""
+    """`turns_size` of packed sequences."""
     _, heads, rows = packed_statistics_size(num_q_heads, num_sequences, total_q)
     return heads, rows // ROWS_PER_TURN
 
 
 def packed_dq_acc_size(family: AttentionFamily, num_q_heads: int, num_sequences: int, total_q: int) -> tuple[int, int]:
-    """`dq_acc_size` of sequences in a row: tile number head · `row_blocks` + block."""
+    """`dq_acc_size` of packed sequences: tile number head · `row_blocks` + block."""
     tile = fused_tile(family)
     tiles = num_q_heads * row_blocks(total_q, num_sequences, tile.block_m)
     return tiles * (tile.block_m * tile.columns // DQ_LANES), DQ_LANES
@@ -117,7 +117,7 @@ def dq_acc_size(family: AttentionFamily, shape: AttentionShape) -> tuple[int, in
 
 
 def fused_dq_acc_size(family: AttentionFamily, shape: AttentionShape) -> tuple[int, int]:
-    """Of a problem, whether its sequences are in a row or a batch."""
+    """Of a problem, whether its sequences are packed or a batch."""
     if not family.varlen:
         return dq_acc_size(family, shape)
     return packed_dq_acc_size(family, shape.num_q_heads, shape.batch_size, shape.batch_size * shape.seqlen_q)

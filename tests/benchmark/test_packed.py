@@ -1,4 +1,4 @@
-"""`bench` on sequences in a row: the same sequences as the batch that its peers get."""
+"""`bench` on packed sequences: the same sequences as the batch that its peers get."""
 
 import pytest
 import torch

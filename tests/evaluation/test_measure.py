@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fa_autotune.evaluation.measure import Launch, MeasurePolicy, confirm, make_timer, quantile, regime_for, screen
+from fa_autotune.evaluation.measure import MeasurePolicy, TimedRun, confirm, make_timer, quantile, regime_for, screen
 from fa_autotune.problem.device import INTERPRETER, KNOWN_DEVICES, DeviceSpec
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import Measurement, Regime, Role
@@ -24,10 +24,10 @@ POLICY = MeasurePolicy(
 class FakeTimer:
     """Times launches by a table of milliseconds, in turn; keeps what was asked of it."""
 
-    times_ms: dict[Launch, list[float]]
-    calls: list[tuple[Launch, int]] = field(default_factory=list)
+    times_ms: dict[TimedRun, list[float]]
+    calls: list[tuple[TimedRun, int]] = field(default_factory=list)
 
-    def __call__(self, launch: Launch, count: int) -> list[float]:
+    def __call__(self, launch: TimedRun, count: int) -> list[float]:
         self.calls.append((launch, count))
         table = self.times_ms[launch]
         return [table[place % len(table)] for place in range(count)]
@@ -36,7 +36,7 @@ class FakeTimer:
         return [count for _, count in self.calls]
 
 
-def make_launch() -> Launch:
+def make_launch() -> TimedRun:
     def launch() -> None:
         raise AssertionError("the fake timer launches nothing")
 
@@ -63,7 +63,7 @@ class TestScreen:
     def test_makes_its_figures_of_the_last_launches_only(self) -> None:
         calls = iter([9.0, 5.0, 1.0])
 
-        def faster_by_the_call(launch: Launch, count: int) -> list[float]:
+        def faster_by_the_call(launch: TimedRun, count: int) -> list[float]:
             return [next(calls)] * count
 
         measurement = screen(
@@ -164,7 +164,7 @@ class TestConfirm:
         """Two equal kernels on a GPU that grows slower with every launch come out equally fast."""
         now = 0.0
 
-        def drifting(launch: Launch, count: int) -> list[float]:
+        def drifting(launch: TimedRun, count: int) -> list[float]:
             nonlocal now
             now += 1
             return [1.0 + now / 100] * count
@@ -254,7 +254,7 @@ class TestTimers:
         assert all(time > 0 for time in times)
 
 
-def _time_a_fill(timer: Callable[[Launch, int], list[float]]) -> None:
+def _time_a_fill(timer: Callable[[TimedRun, int], list[float]]) -> None:
     out = torch.empty(4 * 2**20, dtype=torch.int8, device="cuda")
 
     def launch() -> None:

@@ -14,9 +14,9 @@ from fa_autotune.evaluation import worker_jobs as trial_jobs
 from fa_autotune.evaluation.evaluator import INTERPRETER_POLICY
 from fa_autotune.evaluation.measure import MeasurePolicy
 from fa_autotune.evaluation.worker_jobs import (
-    Bench,
     Built,
     Failure,
+    TrialSetting,
     confirm_job,
     screen_job,
     soak_job,
@@ -38,7 +38,7 @@ pytestmark = [
     pytest.mark.skipif(not interpreting(), reason="needs TRITON_INTERPRET=1: on a GPU, test_gpu.py runs the same jobs"),
 ]
 
-BENCH = Bench(device=INTERPRETER, device_index=None, policy=INTERPRETER_POLICY)
+BENCH = TrialSetting(device=INTERPRETER, device_index=None, policy=INTERPRETER_POLICY)
 FAMILY = AttentionFamily(dtype=DType.FLOAT16, head_dim=16, head_dim_v=16, bounded_right=True)
 CONFIG = PortableFwdConfig(BLOCK_M=16, BLOCK_N=16, num_warps=1, num_stages=1)
 PROBLEM = AttentionProblem.parse("7x2x1x18x20x16,causal,fp16")
@@ -60,7 +60,7 @@ def build(tmp_path: Path) -> Build:
     return build
 
 
-JOBS: dict[str, Callable[[Bench, Built], Any]] = {
+JOBS: dict[str, Callable[[TrialSetting, Built], Any]] = {
     "verify": verify_job,
     "screen": lambda bench, built: screen_job(bench, built, PROBLEM, None),
     "soak": lambda bench, built: soak_job(bench, built, PROBLEM),
@@ -171,7 +171,7 @@ class TestFailures:
         assert len(failure.error) <= 1000
 
     @each_job
-    def test_are_the_result_of_every_job(self, build: Build, job: Callable[[Bench, Built], Any]) -> None:
+    def test_are_the_result_of_every_job(self, build: Build, job: Callable[[TrialSetting, Built], Any]) -> None:
         failure = failed(job(BENCH, build(before_each_launch("raise RuntimeError('planted')"))))
         assert failure.status is TrialStatus.LAUNCH_FAILED
 
@@ -237,7 +237,7 @@ class TestDevice:
     @each_job
     def test_of_the_bench_is_current_before_a_kernel_is_loaded(
         self,
-        job: Callable[[Bench, Built], Any],
+        job: Callable[[TrialSetting, Built], Any],
         build: Build,
         made_current: list[int],
         monkeypatch: pytest.MonkeyPatch,
@@ -246,12 +246,12 @@ class TestDevice:
             raise RuntimeError(f"current were {made_current}")
 
         monkeypatch.setattr(trial_jobs, "_loaded", loaded)
-        bench = Bench(device=known_device("h200"), device_index=3, policy=MeasurePolicy())
+        bench = TrialSetting(device=known_device("h200"), device_index=3, policy=MeasurePolicy())
         assert failed(job(bench, build())).error == "RuntimeError: current were [3]"
 
     @each_job
     def test_is_no_gpu_for_the_interpreter(
-        self, job: Callable[[Bench, Built], Any], build: Build, made_current: list[int]
+        self, job: Callable[[TrialSetting, Built], Any], build: Build, made_current: list[int]
     ) -> None:
         assert not isinstance(job(BENCH, build()), Failure)
         assert made_current == []

@@ -1,4 +1,4 @@
-"""The fused backward of sequences in a row on a Hopper GPU: values, order, repeats, graphs.
+"""The fused backward of packed sequences on a Hopper GPU: values, order, repeats, graphs.
 
 `pytest -m gpu -n 0`. Gluon has no interpreter, so nothing else runs these kernels as they are. Skipped where there is
 no sm_90.
@@ -27,12 +27,12 @@ from fa_autotune.space.registry import KnobValue, supported_variants
 from fa_autotune.space.seeds import default_config, seed_configs
 from fa_autotune.space.workspace import STATISTIC_ROWS, fused_tile
 from kit.attention_calls import requiring
-from kit.varlen_calls import (
+from kit.packed_calls import (
     NAN,
-    assert_varlen_gradients_right,
+    assert_packed_gradients_right,
     cu_seqlens,
     gradient_like,
-    make_varlen,
+    make_packed,
     varlen_gradients_of,
 )
 
@@ -165,14 +165,14 @@ def test_fifty_launches_give_the_same_bits_and_leave_no_turn(words: str, is_crow
 @pytest.mark.parametrize("starts", [[0, 1000, 0, 1000], [0, 500, 20, 1000], [0, 1000, 5, 5], [-7, 300, 2**31 - 1, 0]])
 @pytest.mark.parametrize("side", ["q", "k"])
 def test_nobody_waits_for_good_where_a_sequence_ends_before_it_starts(side: str, starts: list[int]) -> None:
-    q, k, v, good, _ = make_varlen([(400, 400), (0, 0), (600, 600)], heads=4, kv_heads=2, head_dim=64)
+    q, k, v, good, _ = make_packed([(400, 400), (0, 0), (600, 600)], heads=4, kv_heads=2, head_dim=64)
     bad = torch.tensor(starts, dtype=torch.int32, device="cuda")
     lengths = (bad, good) if side == "q" else (good, bad)
     inputs = requiring(q, k, v)
     out = attention_varlen(*inputs, *lengths, causal=True)
     torch.autograd.grad(out, inputs, torch.ones_like(out))
     torch.cuda.synchronize()
-    assert_varlen_gradients_right((q, k, v, good, good), [(400, 400), (0, 0), (600, 600)], causal=True)
+    assert_packed_gradients_right((q, k, v, good, good), [(400, 400), (0, 0), (600, 600)], causal=True)
 
 
 # --- through attention_varlen -----------------------------------------------------------------------------------------
@@ -191,8 +191,8 @@ def test_long_sequences_take_the_fused_way() -> None:
 @every_call
 @pytest.mark.parametrize("head_dim", [64, 128, 192])
 def test_gradients_follow_the_numerics_rule(head_dim: int, name: str) -> None:
-    tensors = make_varlen(LONG, unused=70, fill=NAN, heads=6, kv_heads=2, head_dim=head_dim)
-    found = assert_varlen_gradients_right(tensors, LONG, 70, fill=NAN, factor=3.0, **CALLS[name])
+    tensors = make_packed(LONG, unused=70, fill=NAN, heads=6, kv_heads=2, head_dim=head_dim)
+    found = assert_packed_gradients_right(tensors, LONG, 70, fill=NAN, factor=3.0, **CALLS[name])
     assert not any(one[-70:].any() for one in found)
     again = varlen_gradients_of(tensors, gradient_like(tensors, 70, NAN), **CALLS[name])
     assert all(map(torch.equal, found, again))
@@ -200,7 +200,7 @@ def test_gradients_follow_the_numerics_rule(head_dim: int, name: str) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_equal_lengths_have_the_gradients_of_a_batch(head_dim: int) -> None:
-    tensors = make_varlen([(1024, 1024)] * 4, heads=4, kv_heads=4, head_dim=head_dim)
+    tensors = make_packed([(1024, 1024)] * 4, heads=4, kv_heads=4, head_dim=head_dim)
     d_out = gradient_like(tensors)
     batch = requiring(*(tensor.unflatten(0, (4, 1024)) for tensor in tensors[:3]))
     out = attention(*batch, causal=True)
@@ -210,7 +210,7 @@ def test_equal_lengths_have_the_gradients_of_a_batch(head_dim: int) -> None:
 
 
 def test_gradients_of_lse_and_sinks_go_through_it() -> None:
-    tensors = make_varlen(LONG, heads=4, kv_heads=2, head_dim=64)
+    tensors = make_packed(LONG, heads=4, kv_heads=2, head_dim=64)
     results = []
     for backend in ("generated", "reference"):
         *inputs, sinks = requiring(*tensors[:3], torch.tensor([0.5, -1.0, 3.0, 0.0], device="cuda"))
@@ -223,7 +223,7 @@ def test_gradients_of_lse_and_sinks_go_through_it() -> None:
 
 @every_call
 def test_a_captured_backward_replays_with_other_lengths(name: str) -> None:
-    q, k, v, *_ = make_varlen([(1000, 1000), (800, 800), (248, 248)], heads=4, kv_heads=2, head_dim=128)
+    q, k, v, *_ = make_packed([(1000, 1000), (800, 800), (248, 248)], heads=4, kv_heads=2, head_dim=128)
     static, starts = requiring(q, k, v), cu_seqlens([1000, 800, 248])
     d_out = gradient_like((q, k, v))
 
@@ -248,7 +248,7 @@ def test_a_captured_backward_replays_with_other_lengths(name: str) -> None:
 def test_nothing_waits_for_the_gpu_and_one_plan_serves_ever_new_lengths() -> None:
     for count in range(4):
         lengths = [(600 + 100 * count, 700), (500 - count, 600), (600, 500 + count)]
-        tensors = make_varlen(lengths, heads=4, kv_heads=2, head_dim=64)
+        tensors = make_packed(lengths, heads=4, kv_heads=2, head_dim=64)
         inputs, d_out = requiring(*tensors[:3]), gradient_like(tensors)
         try:
             torch.cuda.set_sync_debug_mode("error")
@@ -256,4 +256,4 @@ def test_nothing_waits_for_the_gpu_and_one_plan_serves_ever_new_lengths() -> Non
             torch.autograd.grad((out, lse), inputs, (d_out, torch.ones_like(lse)))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert_varlen_gradients_right(tensors, lengths, causal=True)
+        assert_packed_gradients_right(tensors, lengths, causal=True)

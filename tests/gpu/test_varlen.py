@@ -1,4 +1,4 @@
-"""Sequences in a row on a GPU: compiled kernels against the reference, their gradients, under graphs and compilers.
+"""Packed sequences on a GPU: compiled kernels against the reference, their gradients, under graphs and compilers.
 
 `pytest -m gpu -n 0`. Skipped where torch sees no GPU.
 """
@@ -25,13 +25,13 @@ from fa_autotune.space.registry import supported_variants, variant_spec
 from fa_autotune.space.seeds import default_config, seed_configs
 from kit.attention_calls import requiring
 from kit.feature_families import TILED
-from kit.varlen_calls import (
+from kit.packed_calls import (
     NAN,
-    assert_varlen_gradients_right,
-    assert_varlen_right,
+    assert_packed_gradients_right,
+    assert_packed_right,
     cu_seqlens,
     gradient_like,
-    make_varlen,
+    make_packed,
     varlen_gradients_of,
 )
 
@@ -113,26 +113,26 @@ def test_every_schedule_of_the_warp_specialised_forward_passes_its_probes(
 @every_call
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_attention_of_the_published_lengths_follows_the_numerics_rule(head_dim: int, name: str) -> None:
-    tensors = make_varlen(GRID, heads=6, kv_heads=2, head_dim=head_dim)
+    tensors = make_packed(GRID, heads=6, kv_heads=2, head_dim=head_dim)
     arguments = arguments_of(name)
     with torch.no_grad():
-        assert_varlen_right(tensors, GRID, **arguments)
-    assert_varlen_gradients_right(tensors, GRID, factor=3.0, **arguments)
+        assert_packed_right(tensors, GRID, **arguments)
+    assert_packed_gradients_right(tensors, GRID, factor=3.0, **arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(59, 59), (40, 40), (96, 64), (111, 111)])
 def test_odd_head_dims_and_dtypes(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
-    tensors = make_varlen(MIXED, heads=4, kv_heads=1, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype)
-    assert_varlen_right(tensors, MIXED, causal=True)
-    assert_varlen_gradients_right(tensors, MIXED, causal=True, factor=3.0)
+    tensors = make_packed(MIXED, heads=4, kv_heads=1, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype)
+    assert_packed_right(tensors, MIXED, causal=True)
+    assert_packed_gradients_right(tensors, MIXED, causal=True, factor=3.0)
 
 
 @every_call
 def test_unused_rows_never_leak(name: str) -> None:
     results = []
     for fill in (0.0, NAN):
-        tensors = make_varlen(MIXED, unused=200, fill=fill, heads=6, kv_heads=2, head_dim=64)
+        tensors = make_packed(MIXED, unused=200, fill=fill, heads=6, kv_heads=2, head_dim=64)
         out, lse = attention_varlen(*tensors, **arguments_of(name), return_lse=True)
         gradients = varlen_gradients_of(tensors, gradient_like(tensors, 200, fill), **arguments_of(name))
         for value in (out, *gradients):
@@ -159,7 +159,7 @@ def test_a_hundred_thousand_documents() -> None:
 
 @every_call
 def test_twenty_steps_are_equal_to_the_bit(name: str) -> None:
-    tensors, arguments = make_varlen([(500, 500), (77, 130), (1000, 1000)], heads=6, kv_heads=2), arguments_of(name)
+    tensors, arguments = make_packed([(500, 500), (77, 130), (1000, 1000)], heads=6, kv_heads=2), arguments_of(name)
     first = varlen_gradients_of(tensors, gradient_like(tensors), **arguments)
     for _ in range(20):
         assert all(map(torch.equal, varlen_gradients_of(tensors, gradient_like(tensors), **arguments), first))
@@ -169,7 +169,7 @@ def test_twenty_steps_are_equal_to_the_bit(name: str) -> None:
 def test_a_captured_step_replays_with_other_lengths(name: str) -> None:
     """The totals and the number of sequences stay, cu_seqlens are written between replays."""
     arguments = arguments_of(name)
-    q, k, v, *_ = make_varlen([(300, 300), (212, 212)], heads=6, kv_heads=2, head_dim=64)
+    q, k, v, *_ = make_packed([(300, 300), (212, 212)], heads=6, kv_heads=2, head_dim=64)
     static, starts = requiring(q, k, v), cu_seqlens([300, 212])
     d_out = gradient_like((q, k, v))
 
@@ -227,7 +227,7 @@ def test_dropout_drops_what_a_batch_drops_also_when_captured(window: tuple[int, 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_nothing_waits_for_the_gpu() -> None:
     """Not the first call of a kind of kernel either: what a call needs lies on the device."""
-    tensors = make_varlen(MIXED, heads=6, kv_heads=2, head_dim=64)
+    tensors = make_packed(MIXED, heads=6, kv_heads=2, head_dim=64)
     maximum = torch.tensor(300, device="cuda")
     attention_varlen(*tensors, causal=True)
     inputs, d_out = requiring(*tensors[:3]), gradient_like(tensors)
@@ -242,7 +242,7 @@ def test_nothing_waits_for_the_gpu() -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own, on import
 @every_call
 def test_a_compiled_step_gives_the_bits_of_the_eager_one(name: str) -> None:
-    tensors, arguments = make_varlen(MIXED, heads=6, kv_heads=2, head_dim=64), arguments_of(name)
+    tensors, arguments = make_packed(MIXED, heads=6, kv_heads=2, head_dim=64), arguments_of(name)
 
     def step(*call: Tensor) -> Tensor:
         return attention_varlen(*call, max_seqlen_q=300, **arguments)
@@ -256,7 +256,7 @@ def test_a_compiled_step_gives_the_bits_of_the_eager_one(name: str) -> None:
 
 
 def test_another_stream_gives_the_same_bits() -> None:
-    tensors = make_varlen(MIXED, heads=6, kv_heads=2, head_dim=64)
+    tensors = make_packed(MIXED, heads=6, kv_heads=2, head_dim=64)
     expected = varlen_gradients_of(tensors, gradient_like(tensors), causal=True)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -268,7 +268,7 @@ def test_another_stream_gives_the_same_bits() -> None:
 
 def test_packed_gradients_have_the_bits_of_their_parts() -> None:
     lengths = [(100, 100), (0, 0), (333, 333)]
-    q, k, v, starts, _ = make_varlen(lengths, heads=4, kv_heads=4, head_dim=64)
+    q, k, v, starts, _ = make_packed(lengths, heads=4, kv_heads=4, head_dim=64)
     d_out = gradient_like((q, k, v))
     (packed,) = requiring(torch.stack([q, k, v], 1))
     flash_attn_varlen_qkvpacked_func(packed, starts, 333, causal=True).backward(d_out)
@@ -307,7 +307,7 @@ def test_tensors_with_more_than_2_to_the_31_elements() -> None:
 
 def test_warmup_loads_what_a_capture_needs() -> None:
     warmup(["2x4x4x512x512x64,causal,varlen"], backward=True)
-    q, k, v, *starts = make_varlen([(500, 500), (524, 524)], heads=4, kv_heads=4, head_dim=64)
+    q, k, v, *starts = make_packed([(500, 500), (524, 524)], heads=4, kv_heads=4, head_dim=64)
     graph, inputs, d_out = torch.cuda.CUDAGraph(), requiring(q, k, v), gradient_like((q, k, v))
     with torch.cuda.graph(graph):
         out = attention_varlen(*inputs, *starts, causal=True)

@@ -114,7 +114,7 @@ def test_rows_are_the_kernels_parameters_types_and_divisors(candidate: Candidate
 
 
 def families_of(spec: VariantSpec) -> Iterator[tuple[VariantSpec, AttentionFamily]]:
-    """A variant with a plain family, sequences in a row, and families with features, where it serves them."""
+    """A variant with a plain family, packed sequences, and families with features, where it serves them."""
     kernel_pass, names = spec.kernel_pass, ("window", "causal bias softcap dropout", "alibi", "window loose bias alibi")
     found = [make_family(kernel_pass, name, head_dim=192) for name in names if kernel_pass.spec.knows_scores]
     plain = make_candidate(kernel_pass, spec.variant, head_dim=192, head_dim_v=192).family

@@ -43,8 +43,8 @@ from kit.launchers import (
     pretend_gpu,
     wrapped,
 )
+from kit.packed_calls import make_packed, rows_last
 from kit.strategies import PLAIN_VARIANTS
-from kit.varlen_calls import make_varlen, rows_last
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def test_a_grid_that_no_launch_takes_is_refused_when_it_is_bound(monkeypatch: py
 
 def packed_call(lengths: list[tuple[int, int]]) -> tuple[Counts, list[Tensor]]:
     """The counts of a forward and its tensors, those that are written the last but two."""
-    q, k, v, *starts = make_varlen(lengths, heads=2, kv_heads=1, head_dim=16)
+    q, k, v, *starts = make_packed(lengths, heads=2, kv_heads=1, head_dim=16)
     counts = Counts(len(lengths), q.shape[0], k.shape[0])
     out, lse = torch.empty_like(q), torch.empty(1, 2, q.shape[0])
     return counts, [*rows_last(q, k, v, out), lse, *starts]

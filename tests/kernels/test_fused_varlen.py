@@ -1,4 +1,4 @@
-"""What lies round the fused backward of sequences in a row: workspaces, the kernels beside it, and when it is taken."""
+"""What lies round the fused backward of packed sequences: workspaces, the kernels beside it, and when it is taken."""
 
 from dataclasses import replace
 from itertools import accumulate, pairwise

@@ -1,4 +1,4 @@
-"""The fused backward of sequences in a row, and the kernels beside it, compile for sm_90 without a spill in a loop."""
+"""The fused backward of packed sequences, and the kernels beside it, compile for sm_90 without a spill in a loop."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The fused backward on sequences in a row, without a GPU: see `gluon_emulator`."""
+"""The fused backward on packed sequences, without a GPU: see `gluon_emulator`."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The warp-specialised forward on sequences in a row, without a GPU: see `gluon_emulator`."""
+"""The warp-specialised forward on packed sequences, without a GPU: see `gluon_emulator`."""
 
 from pathlib import Path
 

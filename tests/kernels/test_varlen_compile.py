@@ -1,4 +1,4 @@
-"""Kernels of sequences in a row compile for the archs that they are written for, and pass the gates there."""
+"""Kernels of packed sequences compile for the archs that they are written for, and pass the gates there."""
 
 from collections.abc import Callable, Iterator, Sequence
 

@@ -1,4 +1,4 @@
-"""Kernels of sequences in a row against the reference, in Triton's interpreter, and what they compile to."""
+"""Kernels of packed sequences against the reference, in Triton's interpreter, and what they compile to."""
 
 from dataclasses import replace
 from typing import Any
@@ -237,7 +237,7 @@ def test_delta_goes_over_all_rows_whatever_their_sequence() -> None:
 
 @pytest.mark.parametrize("other", ["bool_mask", "bias", "wide_bias"])
 def test_sequences_in_a_row_with_a_mask_are_no_family(other: str) -> None:
-    with pytest.raises(InvalidProblemError, match=f"^{other} with varlen: kernels of sequences in a row know no masks"):
+    with pytest.raises(InvalidProblemError, match=f"^{other} with varlen: kernels of packed sequences know no masks"):
         AttentionProblem.parse(f"8x32x8x2048x2048x128,causal,{other},varlen")
     with pytest.raises(InvalidProblemError, match=f"^{other} with varlen: .*; leave one out"):
         replace(make_family(Pass.BWD_DQ), **{other: True})

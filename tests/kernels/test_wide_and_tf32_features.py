@@ -1,4 +1,4 @@
-"""Head dims above 256, and tf32, beside masks, dropout and sequences in a row."""
+"""Head dims above 256, and tf32, beside masks, dropout and packed sequences."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import variant_spec
 from fa_autotune.space.seeds import default_config
 from kit.attention_calls import BFLOAT16, FLOAT16, FLOAT32, interpreted, make_small, requiring, runs_kernels
-from kit.varlen_calls import assert_varlen_gradients_right, assert_varlen_right, make_varlen, varlen_gradients_of
+from kit.packed_calls import assert_packed_gradients_right, assert_packed_right, make_packed, varlen_gradients_of
 
 SMALL = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 1, "num_stages": 1}
 TILED = (Pass.FWD, Pass.BWD_DKDV, Pass.BWD_DQ)
@@ -95,7 +95,7 @@ def test_operands_cut_to_tf32_pass_where_tf32_is_asked_for_and_nowhere_else(
 
 @runs_kernels
 def test_sequences_in_a_row_get_tf32_if_they_ask(loads: list[Candidate]) -> None:
-    tensors = make_varlen(LENGTHS, dtype=FLOAT32)
+    tensors = make_packed(LENGTHS, dtype=FLOAT32)
     results = [attention_varlen(*tensors, fp32_precision=precision) for precision in ("ieee", "tf32")]
     assert [one.family.tf32 for one in loads] == [False, True]
     torch.testing.assert_close(*results, atol=5e-3, rtol=0)
@@ -111,17 +111,17 @@ def test_sequences_in_a_row_get_tf32_if_they_ask(loads: list[Candidate]) -> None
 @pytest.mark.parametrize("case", [(BFLOAT16, 32), (FLOAT32, 264)])
 def test_sequences_of_16_bits_or_wide_heads_do_not_care(case: tuple[torch.dtype, int], loads: list[Candidate]) -> None:
     with torch.no_grad():
-        attention_varlen(*make_varlen([(3, 5)], dtype=case[0], head_dim=case[1]), fp32_precision="tf32")
+        attention_varlen(*make_packed([(3, 5)], dtype=case[0], head_dim=case[1]), fp32_precision="tf32")
     assert [one.family.tf32 for one in loads] == [False]
 
 
 def test_another_precision_of_sequences_in_a_row_is_refused() -> None:
     with pytest.raises(InvalidProblemError, match=r'fp32_precision=\'high\' is not "ieee" or "tf32"'):
-        attention_varlen(*make_varlen(LENGTHS, dtype=FLOAT32), fp32_precision="high")
+        attention_varlen(*make_packed(LENGTHS, dtype=FLOAT32), fp32_precision="high")
 
 
 def test_the_reference_of_sequences_in_a_row_computes_in_full(reference_only: None) -> None:
-    tensors = [tensor.cpu() for tensor in make_varlen(LENGTHS, dtype=FLOAT32)]
+    tensors = [tensor.cpu() for tensor in make_packed(LENGTHS, dtype=FLOAT32)]
     results = [attention_varlen(*tensors, fp32_precision=precision) for precision in ("ieee", "tf32")]
     assert torch.equal(*results)
 
@@ -179,10 +179,10 @@ def test_a_wide_backward_passes_every_probe(kernel_pass: Pass, features: dict[st
 
 @runs_kernels
 def test_sequences_in_a_row_have_wide_heads() -> None:
-    tensors = make_varlen(LENGTHS, unused=3, head_dim=264, head_dim_v=300)
-    assert_varlen_gradients_right(tensors, LENGTHS, 3, causal=True)
+    tensors = make_packed(LENGTHS, unused=3, head_dim=264, head_dim_v=300)
+    assert_packed_gradients_right(tensors, LENGTHS, 3, causal=True)
     with torch.no_grad():
-        out, lse = assert_varlen_right(tensors, LENGTHS, 3, causal=True)
+        out, lse = assert_packed_right(tensors, LENGTHS, 3, causal=True)
     assert not out[-3:].any()
     assert (lse[:, -3:] == float("-inf")).all()
 
@@ -204,14 +204,14 @@ def test_gradients_of_sequences_in_a_row_that_no_kernel_gives_are_refused_at_the
         store_misses=lambda misses: None,
     )
     monkeypatch.setattr(kernel_plan, "dispatcher_of", lambda index: turing)
-    q, k, v, *lengths = make_varlen(LENGTHS, dtype=FLOAT16, head_dim=512)
+    q, k, v, *lengths = make_packed(LENGTHS, dtype=FLOAT16, head_dim=512)
     says = "gradients are served up to head_dim 256 on every GPU"
     with pytest.raises(UnsupportedError, match=says):
         attention_varlen(*requiring(q, k, v), *lengths)
     with pytest.raises(UnsupportedError, match=says):
         flash_attn_varlen_kvpacked_func(q, torch.stack([k, v], 1).requires_grad_(), *lengths, None, None)
     with torch.no_grad():
-        assert_varlen_right((q, k, v, *lengths), LENGTHS)
+        assert_packed_right((q, k, v, *lengths), LENGTHS)
 
 
 def test_a_problem_of_a_wide_head_with_a_mask_is_written_as_it_is_read() -> None:

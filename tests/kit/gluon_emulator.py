@@ -296,7 +296,7 @@ class Number(int):
         return Number(int(self) % other)
 
 
-FAR = 2**30  # where the rows of a sequence end for descriptors of sequences in a row
+FAR = 2**30  # where the rows of a sequence end for descriptors of packed sequences
 
 
 def _rows_of_sequence(desc: Any, start: Sequence[int]) -> tuple[Tensor, tuple[slice, ...]]:

@@ -28,7 +28,7 @@ from kit.attention_calls import (
     results_and_gradients,
     runs_kernels,
 )
-from kit.varlen_calls import gradient_like, make_varlen, varlen_gradients_of
+from kit.packed_calls import gradient_like, make_packed, varlen_gradients_of
 
 CPU = torch.device("cpu")
 SLOPES = torch.tensor([0.5, 0.25, 0.06, 0.02], device=DEVICE)
@@ -146,7 +146,7 @@ def test_a_list_of_parts_is_an_error() -> None:
 
 @runs_kernels
 def test_flash_attns_function_is_ours() -> None:
-    tensors, (maximum, _) = make_varlen(), (37, 41)
+    tensors, (maximum, _) = make_packed(), (37, 41)
     out, lse, probabilities = flash_attn_varlen_func(*tensors, maximum, 41, causal=True, return_attn_probs=True)
     expected, expected_lse = attention_varlen(*tensors, causal=True, return_lse=True)
     assert torch.equal(out, expected)
@@ -159,7 +159,7 @@ def test_flash_attns_function_is_ours() -> None:
 @pytest.mark.parametrize("slopes", [None, SLOPES])
 @pytest.mark.parametrize("kv_only", [False, True])
 def test_packed_tensors_give_the_bits_of_their_parts(kv_only: bool, slopes: Tensor | None) -> None:
-    q, k, v, starts, _ = make_varlen([(9, 9), (0, 0), (20, 20)], kv_heads=4, head_dim=16)
+    q, k, v, starts, _ = make_packed([(9, 9), (0, 0), (20, 20)], kv_heads=4, head_dim=16)
     d_out = gradient_like((q, k, v))
     packed = torch.stack([k, v] if kv_only else [q, k, v], 1).requires_grad_()
     (rows,) = requiring(q)
@@ -180,7 +180,7 @@ def test_packed_tensors_give_the_bits_of_their_parts(kv_only: bool, slopes: Tens
 
 @runs_kernels
 def test_packed_results_without_a_gradient() -> None:
-    q, k, v, starts, _ = make_varlen([(9, 9), (20, 20)], kv_heads=4, head_dim=16)
+    q, k, v, starts, _ = make_packed([(9, 9), (20, 20)], kv_heads=4, head_dim=16)
     found = flash_attn_varlen_qkvpacked_func(torch.stack([q, k, v], 1), starts, 20)
     assert torch.equal(found, attention_varlen(q, k, v, starts, starts))
 

@@ -22,7 +22,7 @@ from fa_autotune.problem.passes import FUSED_BACKWARD, Pass
 from fa_autotune.problem.problem import AttentionProblem
 from kit.attention_calls import forget_plans, requiring
 from kit.gluon_emulator import Emulator
-from kit.varlen_calls import NAN, assert_varlen_gradients_right, make_varlen
+from kit.packed_calls import NAN, assert_packed_gradients_right, make_packed
 from kit.winners import dispatcher
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="needs TRITON_INTERPRET=1")
@@ -82,15 +82,15 @@ def fused_gradients(passes: list[Pass], tensors: Sequence[Tensor], **arguments: 
 
 
 def test_all_gradients_come_from_the_fused_kernel(passes: list[Pass]) -> None:
-    tensors = make_varlen(LENGTHS, unused=5, fill=NAN, heads=2, kv_heads=1, head_dim=64)
-    assert_varlen_gradients_right(tensors, LENGTHS, 5, fill=NAN, causal=True)
+    tensors = make_packed(LENGTHS, unused=5, fill=NAN, heads=2, kv_heads=1, head_dim=64)
+    assert_packed_gradients_right(tensors, LENGTHS, 5, fill=NAN, causal=True)
     assert passes == [Pass.FWD, *FUSED_BACKWARD]
 
 
 def test_gradients_of_lse_and_of_sinks_go_through_it_whatever_the_lengths(passes: list[Pass]) -> None:
     """One plan: its workspaces grow with what a launch brings. Sequences without keys have their sinks alone."""
     for lengths in ([(260, 141), (200, 0), (0, 130), (60, 5)], [(90, 60), (139, 80), (300, 120)]):
-        tensors = make_varlen(lengths, heads=2, kv_heads=1, head_dim=64)
+        tensors = make_packed(lengths, heads=2, kv_heads=1, head_dim=64)
         found = fused_gradients(passes, tensors, window_size=(40, 3))
         expected = fused_gradients(passes, tensors, window_size=(40, 3), backend="reference")
         for one, other in zip(found, expected, strict=True):
@@ -100,7 +100,7 @@ def test_gradients_of_lse_and_of_sinks_go_through_it_whatever_the_lengths(passes
 
 
 def test_totals_without_keys_give_zeros(passes: list[Pass]) -> None:
-    tensors = make_varlen([(200, 0), (300, 0)], heads=2, kv_heads=1, head_dim=64)
+    tensors = make_packed([(200, 0), (300, 0)], heads=2, kv_heads=1, head_dim=64)
     dq, dk, dv, d_sinks = fused_gradients(passes, tensors)
     assert passes == [Pass.FWD, *FUSED_BACKWARD]
     assert not dq.any()
@@ -116,7 +116,7 @@ def test_totals_without_keys_give_zeros(passes: list[Pass]) -> None:
 )
 def test_other_backwards_are_split(passes: list[Pass], head_dim: int, options: dict[str, Any]) -> None:
     lengths, wanted = options.pop("lengths", [(200, 150)]), options.pop("wanted", 3)
-    tensors = make_varlen(lengths, heads=2, kv_heads=1, head_dim=head_dim)
+    tensors = make_packed(lengths, heads=2, kv_heads=1, head_dim=head_dim)
     inputs = requiring(*tensors[:wanted])
     out = attention_varlen(*inputs, *tensors[wanted:], **options)
     torch.autograd.grad(out, inputs, torch.ones_like(out))

@@ -27,7 +27,7 @@ from kit.attention_calls import (
     runs_kernels,
     together,
 )
-from kit.varlen_calls import assert_varlen_gradients_right, assert_varlen_right, make_varlen
+from kit.packed_calls import assert_packed_gradients_right, assert_packed_right, make_packed
 
 SMALL: dict[str, Any] = {"head_dim": 16, "dtype": FLOAT32}
 LENGTHS = [(20, 24), (0, 3), (3, 5)]
@@ -56,9 +56,9 @@ def fixed(**arguments: Any) -> None:
 
 def packed(**arguments: Any) -> None:
     """A call of packed sequences with these arguments, and its gradients, are right."""
-    tensors = make_varlen(LENGTHS, heads=2, kv_heads=1, **SMALL)
-    assert_varlen_right(tensors, LENGTHS, **arguments)
-    assert_varlen_gradients_right(tensors, LENGTHS, **arguments, factor=3.0)
+    tensors = make_packed(LENGTHS, heads=2, kv_heads=1, **SMALL)
+    assert_packed_right(tensors, LENGTHS, **arguments)
+    assert_packed_gradients_right(tensors, LENGTHS, **arguments, factor=3.0)
 
 
 either_kind = pytest.mark.parametrize("call", [fixed, packed])
@@ -116,7 +116,7 @@ def test_numbers_that_ask_for_other_kernels_have_one_key_all_the_same(
 def dropped(dropout_p: float, *, is_packed: bool) -> list[Tensor]:
     """Results and gradients of a call with dropout, by kernels and by the reference."""
     torch.manual_seed(0)
-    q, k, v, *starts = make_varlen(LENGTHS, heads=2, kv_heads=1, **SMALL) if is_packed else make_small(20, 24, **SMALL)
+    q, k, v, *starts = make_packed(LENGTHS, heads=2, kv_heads=1, **SMALL) if is_packed else make_small(20, 24, **SMALL)
     function: Any = attention_varlen if is_packed else attention
     found = []
     for backend in ("generated", "reference"):

@@ -24,14 +24,14 @@ from fa_autotune.ops.kernel_plan import KernelPlan
 from fa_autotune.ops.rows import packed
 from fa_autotune.space.candidate import Candidate
 from kit.attention_calls import BFLOAT16, DEVICE, FLOAT16, FLOAT32, MINUS_INF, interpreted, requiring, runs_kernels
-from kit.varlen_calls import (
+from kit.packed_calls import (
     LENGTHS,
     NAN,
-    assert_varlen_gradients_right,
-    assert_varlen_right,
+    assert_packed_gradients_right,
+    assert_packed_right,
     cu_seqlens,
     gradient_like,
-    make_varlen,
+    make_packed,
     varlen_gradients_of,
 )
 
@@ -50,7 +50,7 @@ every_call = pytest.mark.parametrize("name", CALLS)
 
 
 def small(**sizes: Any) -> tuple[Tensor, ...]:
-    return make_varlen([(20, 24), (3, 5)], **{"heads": 2, "kv_heads": 1, "head_dim": 16, **sizes})
+    return make_packed([(20, 24), (3, 5)], **{"heads": 2, "kv_heads": 1, "head_dim": 16, **sizes})
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
@@ -59,14 +59,14 @@ def small(**sizes: Any) -> tuple[Tensor, ...]:
 @runs_kernels
 @every_call
 def test_each_sequence_gets_what_attention_alone_would_give_it(name: str) -> None:
-    assert_varlen_right(make_varlen(), **CALLS[name])
+    assert_packed_right(make_packed(), **CALLS[name])
 
 
 @runs_kernels
 @pytest.mark.parametrize("name", ["causal", "window", "alibi of each sequence", "sinks"])
 def test_gradients_are_those_of_each_sequence_alone(name: str) -> None:
     arguments, factor = CALLS[name], 3.0 if "softcap" in CALLS[name] else 2.0
-    assert_varlen_gradients_right(make_varlen(), **arguments, factor=factor)
+    assert_packed_gradients_right(make_packed(), **arguments, factor=factor)
 
 
 @runs_kernels
@@ -77,17 +77,17 @@ def test_gradients_are_those_of_each_sequence_alone(name: str) -> None:
 )
 def test_any_dtype_and_head_dim(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> None:
     lengths = [(20, 24), (0, 2), (17, 5)]
-    tensors = make_varlen(lengths, heads=2, kv_heads=1, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype)
-    assert_varlen_right(tensors, lengths, causal=True)
-    assert_varlen_gradients_right(tensors, lengths, causal=True)
+    tensors = make_packed(lengths, heads=2, kv_heads=1, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype)
+    assert_packed_right(tensors, lengths, causal=True)
+    assert_packed_gradients_right(tensors, lengths, causal=True)
 
 
 @runs_kernels
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-45])
 def test_any_scale(scale: float) -> None:
     tensors = small()
-    assert_varlen_right(tensors, [(20, 24), (3, 5)], softmax_scale=scale, causal=True)
-    assert_varlen_gradients_right(tensors, [(20, 24), (3, 5)], softmax_scale=scale, causal=True)
+    assert_packed_right(tensors, [(20, 24), (3, 5)], softmax_scale=scale, causal=True)
+    assert_packed_gradients_right(tensors, [(20, 24), (3, 5)], softmax_scale=scale, causal=True)
 
 
 @runs_kernels
@@ -103,7 +103,7 @@ def test_a_window_wider_than_positions_can_be_is_an_open_one(window_size: tuple[
 def test_a_document_mask_is_the_same() -> None:
     """One long sequence whose mask is block-diagonal, in plain torch."""
     documents = [7, 1, 40, 16]
-    tensors = make_varlen([(n, n) for n in documents], dtype=FLOAT32, kv_heads=4, head_dim=16)
+    tensors = make_packed([(n, n) for n in documents], dtype=FLOAT32, kv_heads=4, head_dim=16)
     document = torch.repeat_interleave(torch.arange(4), torch.tensor(documents)).to(DEVICE)
     place = torch.arange(sum(documents), device=DEVICE)
     visible = (document[:, None] == document) & (place <= place[:, None])
@@ -115,7 +115,7 @@ def test_a_document_mask_is_the_same() -> None:
 
 @runs_kernels
 def test_sequences_of_one_length_are_a_batch() -> None:
-    q, k, v, *_ = make_varlen([(20, 30)] * 3, dtype=FLOAT32)
+    q, k, v, *_ = make_packed([(20, 30)] * 3, dtype=FLOAT32)
     starts = cu_seqlens([20] * 3), cu_seqlens([30] * 3)
     out, lse = attention_varlen(q, k, v, *starts, causal=True, return_lse=True)
     batch = [tensor.unflatten(0, (3, -1)) for tensor in (q, k, v)]
@@ -175,7 +175,7 @@ def test_a_gradient_into_lse_counts() -> None:
 def test_sinks_get_the_gradient_of_the_reference() -> None:
     found = []
     for backend in ("generated", "reference"):
-        q, k, v, *starts = make_varlen(unused=3, fill=NAN, dtype=FLOAT32)
+        q, k, v, *starts = make_packed(unused=3, fill=NAN, dtype=FLOAT32)
         inputs = requiring(q, k, v, SINKS)
         out = attention_varlen(*inputs[:3], *starts, sinks=inputs[3], causal=True, backend=backend)
         found.append(torch.autograd.grad(out, inputs[3], gradient_like((q, k, v), 3))[0])
@@ -190,10 +190,10 @@ def test_sinks_get_the_gradient_of_the_reference() -> None:
 def test_unused_rows_give_zero_and_never_leak(name: str) -> None:
     """Rows after the last sequence hold NaN, and so does their gradient; all bits are those of a clean call."""
     sizes: dict[str, Any] = {"kv_heads": 4, "head_dim": 16}
-    used = [tensor.shape[0] for tensor in make_varlen(UNEVEN, **sizes)[:3]]
+    used = [tensor.shape[0] for tensor in make_packed(UNEVEN, **sizes)[:3]]
     results = []
     for fill in (0.0, NAN):
-        tensors = make_varlen(UNEVEN, unused=20, fill=fill, **sizes)
+        tensors = make_packed(UNEVEN, unused=20, fill=fill, **sizes)
         out, lse = attention_varlen(*tensors, **CALLS[name], return_lse=True)
         gradients = varlen_gradients_of(tensors, gradient_like(tensors, 20, fill), **CALLS[name])
         for value, count in zip((out, *gradients), (used[0], *used), strict=True):
@@ -208,14 +208,14 @@ def test_unused_rows_give_zero_and_never_leak(name: str) -> None:
 @pytest.mark.parametrize("lengths", [[(0, 5), (6, 7)], [(6, 7), (0, 5)], [(5, 0), (6, 7)], [(6, 7), (5, 0)]])
 @pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window_size": (2, 1)}], ids=["full", "causal", "window"])
 def test_sequences_without_rows_or_keys(lengths: list[tuple[int, int]], arguments: dict[str, Any]) -> None:
-    tensors = make_varlen(lengths, heads=2, kv_heads=1, head_dim=16)
-    out, lse = assert_varlen_right(tensors, lengths, **arguments)
+    tensors = make_packed(lengths, heads=2, kv_heads=1, head_dim=16)
+    out, lse = assert_packed_right(tensors, lengths, **arguments)
     for number, (rows, keys) in enumerate(lengths):
         if rows and not keys:
             first = int(tensors[3][number])
             assert not out[first : first + rows].any()
             assert (lse[:, first : first + rows] == MINUS_INF).all()
-    assert_varlen_gradients_right(tensors, lengths, **arguments)
+    assert_packed_gradients_right(tensors, lengths, **arguments)
 
 
 @runs_kernels
@@ -224,7 +224,7 @@ def test_sequences_without_rows_or_keys(lengths: list[tuple[int, int]], argument
     ("lengths", "unused"), [([(0, 0), (0, 0)], 0), ([(0, 0)], 5), ([], 4), ([(0, 6)], 0), ([(6, 0)], 0), ([], 0)]
 )
 def test_where_nothing_is_to_be_seen(lengths: list[tuple[int, int]], unused: int, sinks: bool) -> None:
-    q, k, v, *starts = make_varlen(lengths, unused=unused, fill=NAN)
+    q, k, v, *starts = make_packed(lengths, unused=unused, fill=NAN)
     inputs = requiring(q, k, v, SINKS)
     out, lse = attention_varlen(*inputs[:3], *starts, causal=True, sinks=inputs[3] if sinks else None, return_lse=True)
     assert not out.any()
@@ -245,7 +245,7 @@ def test_no_heads_give_an_empty_result() -> None:
 def test_causal_is_bottom_right_in_every_sequence() -> None:
     """The last row of each sees all of its keys, the first one not."""
     lengths = [(2, 5), (3, 3), (4, 2)]
-    q, k, v, *starts = make_varlen(lengths, heads=1, kv_heads=1, head_dim=16, dtype=FLOAT32)
+    q, k, v, *starts = make_packed(lengths, heads=1, kv_heads=1, head_dim=16, dtype=FLOAT32)
     v = torch.eye(16, device=DEVICE)[torch.arange(10, device=DEVICE) % 16][:, None]  # out tells which keys were seen
     seen = (attention_varlen(q, k, v, *starts, causal=True)[:, 0] > 0).tolist()
     first_keys = starts[1].tolist()
@@ -274,7 +274,7 @@ def test_a_maximum_of_any_kind_is_never_read(loads: list[Candidate]) -> None:
 def test_ever_new_totals_make_few_plans_and_load_nothing_new(loads: list[Candidate]) -> None:
     for count in range(1, 40):
         lengths = [(count, count + 1), (3, 2), (0, 1)]
-        tensors = make_varlen(lengths, heads=1, kv_heads=1, head_dim=16)
+        tensors = make_packed(lengths, heads=1, kv_heads=1, head_dim=16)
         out = attention_varlen(*tensors, causal=True)
         expected = attention_varlen(*tensors, causal=True, backend="reference")
         torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
@@ -286,7 +286,7 @@ def test_ever_new_totals_make_few_plans_and_load_nothing_new(loads: list[Candida
 def test_a_plan_made_for_one_total_serves_others_backward_too(loads: list[Candidate]) -> None:
     for count in (33, 40, 34, 50):
         lengths = [(count, 20), (5, 30)]
-        assert_varlen_gradients_right(make_varlen(lengths, heads=2, kv_heads=1, head_dim=16), lengths)
+        assert_packed_gradients_right(make_packed(lengths, heads=2, kv_heads=1, head_dim=16), lengths)
     assert len(loads) == 4  # the forward, delta, dk and dv, dq
 
 
@@ -377,7 +377,7 @@ def test_more_rows_than_positions_are_refused(cold: None, monkeypatch: pytest.Mo
 
 def test_what_this_release_does_not_serve_is_told() -> None:
     tensors = small()
-    with pytest.raises(UnsupportedError, match=r"attn_mask \(a mask, of sequences in a row\) is not served"):
+    with pytest.raises(UnsupportedError, match=r"attn_mask \(a mask, of packed sequences\) is not served"):
         attention_varlen(*tensors, attn_mask=torch.ones(1, dtype=torch.bool))
     with pytest.raises(UnsupportedError, match="block_table"):
         flash_attn_varlen_func(*tensors, 20, 24, block_table=tensors[3])
@@ -436,7 +436,7 @@ def drawn_calls(draw: st.DrawFn) -> tuple[list[tuple[int, int]], int, tuple[Tens
     unused = draw(st.sampled_from([0, 0, 1, 20]))
     kv_heads = draw(st.integers(1, 2))
     heads = kv_heads * draw(st.integers(1, 2))
-    tensors = make_varlen(
+    tensors = make_packed(
         lengths,
         unused=unused,
         fill=NAN,
@@ -469,7 +469,7 @@ def test_every_combination_follows_the_numerics_rule(call: Any) -> None:
     lengths, unused, tensors, arguments = call
     clean = [tensor.nan_to_num() for tensor in tensors]
     if sum(rows for rows, _ in lengths) and sum(keys for _, keys in lengths):
-        assert_varlen_right(clean, lengths, unused, **arguments)
-        assert_varlen_gradients_right(clean, lengths, unused, factor=3.0, **arguments)
+        assert_packed_right(clean, lengths, unused, **arguments)
+        assert_packed_gradients_right(clean, lengths, unused, factor=3.0, **arguments)
     out = attention_varlen(*tensors, **arguments)
     assert torch.equal(out, attention_varlen(*clean, **arguments))

@@ -1,4 +1,4 @@
-"""dropout_p of sequences in a row: each keeps the weights that it would keep in a padded batch.
+"""dropout_p of packed sequences: each keeps the weights that it would keep in a padded batch.
 
 Kernels run on the GPU where there is one, and in Triton's interpreter elsewhere.
 """
@@ -21,7 +21,7 @@ from fa_autotune.errors import InvalidProblemError
 from fa_autotune.ops.call import FULL, GENERATED, PACKED, Call, Extras
 from fa_autotune.reference.dropout import draw_seed, dropout_mask, scale_of
 from kit.attention_calls import DEVICE, FLOAT32, MINUS_INF, gradient_of, requiring, runs_kernels
-from kit.varlen_calls import NAN, cu_seqlens, make_varlen
+from kit.packed_calls import NAN, cu_seqlens, make_packed
 
 LENGTHS = [(37, 20), (0, 7), (5, 0), (18, 40), (1, 1)]
 WINDOWS = {"full": (-1, -1), "causal": (-1, 0), "window": (20, 3), "left": (6, -1)}
@@ -61,7 +61,7 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, dropout_p: floa
 @pytest.mark.parametrize("backend", ["generated", "reference"])
 def test_out_and_gradients_are_those_of_a_padded_batchs_weights(backend: str, name: str) -> None:
     window, dropout_p = WINDOWS[name], 0.3
-    q, k, v, *starts = make_varlen(LENGTHS, heads=4, kv_heads=2, head_dim=16, dtype=FLOAT32)
+    q, k, v, *starts = make_packed(LENGTHS, heads=4, kv_heads=2, head_dim=16, dtype=FLOAT32)
     tensors = requiring(q, k, v)
     call: dict[str, Any] = {"window_size": window, "return_lse": True, "backend": backend}
     out, lse = seeded(lambda: attention_varlen(*tensors, *starts, dropout_p=dropout_p, **call))
@@ -88,7 +88,7 @@ def test_equal_lengths_give_what_the_batch_gives() -> None:
 
 @runs_kernels
 def test_unused_rows_stay_zero_whatever_they_hold() -> None:
-    q, k, v, *starts = make_varlen([(9, 11), (0, 3)], unused=5, fill=NAN)
+    q, k, v, *starts = make_packed([(9, 11), (0, 3)], unused=5, fill=NAN)
     tensors = requiring(q, k, v)
     out = attention_varlen(*tensors, *starts, dropout_p=0.5)
     gradients = torch.autograd.grad(out, tensors, torch.ones_like(out))
@@ -97,7 +97,7 @@ def test_unused_rows_stay_zero_whatever_they_hold() -> None:
 
 @runs_kernels
 def test_flash_attns_functions_drop_the_same_weights() -> None:
-    q, k, v, starts, _ = make_varlen([(9, 9), (20, 20)], heads=2, kv_heads=2)
+    q, k, v, starts, _ = make_packed([(9, 9), (20, 20)], heads=2, kv_heads=2)
     expected = seeded(lambda: attention_varlen(q, k, v, starts, starts, causal=True, dropout_p=0.2))
     options: dict[str, Any] = {"dropout_p": 0.2, "causal": True}
     whole, pair = torch.stack([q, k, v], 1).requires_grad_(), torch.stack([k, v], 1)
@@ -112,7 +112,7 @@ def test_flash_attns_functions_drop_the_same_weights() -> None:
 
 @runs_kernels
 def test_checkpointing_and_a_compiled_call_replay_the_same_weights() -> None:
-    q, k, v, *starts = make_varlen([(9, 9), (20, 20)], heads=2, kv_heads=2, dtype=FLOAT32)
+    q, k, v, *starts = make_packed([(9, 9), (20, 20)], heads=2, kv_heads=2, dtype=FLOAT32)
     d_out = gradient_of(q.shape, FLOAT32)
 
     def call(*tensors: Tensor) -> Tensor:
@@ -131,14 +131,14 @@ def test_checkpointing_and_a_compiled_call_replay_the_same_weights() -> None:
 
 
 def test_a_share_that_is_none_is_refused() -> None:
-    tensors = make_varlen([(9, 9)])
+    tensors = make_packed([(9, 9)])
     for value in (-0.1, 1.0, float("nan")):
         with pytest.raises(InvalidProblemError, match=r"^dropout_p=.* is not from 0 to less than 1"):
             attention_varlen(*tensors, dropout_p=value)
 
 
 def test_the_operators_want_a_seed_with_dropout_and_none_without() -> None:
-    q, k, v, *starts = make_varlen([(9, 9)])
+    q, k, v, *starts = make_packed([(9, 9)])
     seed = draw_seed(q.device)
     for p, given in ((0.5, None), (0.0, seed), (0.5, seed.float())):
         call, extras = Call(None, FULL, PACKED, GENERATED, dropout_p=p), Extras(None, None, None, given, *starts)

@@ -1,4 +1,4 @@
-"""Sequences in a row in graphs: torch.compile, fake tensors, and the operators that those see."""
+"""Packed sequences in graphs: torch.compile, fake tensors, and the operators that those see."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -14,7 +14,7 @@ from fa_autotune.errors import InvalidProblemError, UnsupportedError
 from fa_autotune.ops import autograd
 from fa_autotune.ops.call import FULL, GENERATED, PACKED, Call, Extras, Needed
 from kit.attention_calls import FLOAT32, of_torch, requiring, runs_kernels
-from kit.varlen_calls import gradient_like, make_varlen
+from kit.packed_calls import gradient_like, make_packed
 
 OPS = torch.ops.fa_autotune
 CALL = Call(None, FULL, PACKED, GENERATED)
@@ -36,7 +36,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> Any:
 
 
 def small(lengths: list[tuple[int, int]] = SMALL, **sizes: Any) -> tuple[Tensor, ...]:
-    return make_varlen(lengths, **{"heads": 2, "kv_heads": 1, "head_dim": 16, **sizes})
+    return make_packed(lengths, **{"heads": 2, "kv_heads": 1, "head_dim": 16, **sizes})
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, maximum: Any = None) -> Any:

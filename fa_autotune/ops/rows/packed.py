@@ -16,16 +16,16 @@ from fa_autotune.ops.call import BOTTOM_RIGHT, OPEN, TOP_LEFT, Call, Extras, Gra
 from fa_autotune.ops.memory import Geometry, contiguous
 from fa_autotune.ops.rows.rows import Bounds, Results, Workspaces
 from fa_autotune.problem.family import AttentionFamily
-from fa_autotune.problem.problem import AttentionShape, varlen_shape
+from fa_autotune.problem.problem import AttentionShape, packed_shape
 from fa_autotune.reference.dropout import head_numbers
 from fa_autotune.reference.features import Features, sink_gradient
 from fa_autotune.reference.packed import (
-    VarlenCall,
+    PackedCall,
+    packed_gradients,
+    packed_reference,
+    packed_statistics,
     padded_places,
     sequences_of,
-    varlen_gradients,
-    varlen_reference,
-    varlen_statistics,
 )
 from fa_autotune.space.workspace import (
     STATISTIC_ROWS,
@@ -182,7 +182,7 @@ class PackedRows:
         """Of the number of sequences and their mean lengths, each in powers of two."""
         left_diagonal, diagonal = bounds
         starts_q, _ = _starts(extras)
-        return varlen_shape(
+        return packed_shape(
             num_sequences=starts_q.shape[0] - 1,
             total_q=q.shape[0],
             total_k=k.shape[0],
@@ -227,7 +227,7 @@ class PackedRows:
 
     def reference_forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call) -> tuple[Tensor, Tensor]:
         """Sequence by sequence: it waits for the device."""
-        out, lse = varlen_reference(self.view(q), self.view(k), self.view(v), self._said(q, k, extras, call))
+        out, lse = packed_reference(self.view(q), self.view(k), self.view(v), self._said(q, k, extras, call))
         return out, lse.squeeze(0)
 
     def reference_backward(
@@ -237,18 +237,18 @@ class PackedRows:
         said = self._said(saved.q, saved.k, saved.extras, call)
         views = self.view(saved.q), self.view(saved.k), self.view(saved.v), self.view(d_out)
         d_rows = None if d_lse is None else d_lse.unsqueeze(0)
-        dq, dk, dv = varlen_gradients(*views, d_rows, said)
+        dq, dk, dv = packed_gradients(*views, d_rows, said)
         d_sinks, sinks = None, saved.extras.sinks
         if sinks is not None and needed.sinks:
-            lse, delta = varlen_statistics(*views, said)
+            lse, delta = packed_statistics(*views, said)
             delta = delta if d_rows is None else delta - d_rows
             d_sinks = sink_gradient(sinks, lse.squeeze(0), delta.squeeze(0))
         return Gradients(dq, dk, dv, d_sinks)
 
-    def _said(self, q: Tensor, k: Tensor, extras: Extras, call: Call) -> VarlenCall:
+    def _said(self, q: Tensor, k: Tensor, extras: Extras, call: Call) -> PackedCall:
         (left_diagonal, diagonal), (starts_q, starts_k) = self.bounds(call, q, k), _starts(extras)
         count = starts_q.shape[0] - 1
-        return VarlenCall(
+        return PackedCall(
             sequences=sequences_of(starts_q, starts_k, q.shape[0], k.shape[0]),
             softmax_scale=call.scale_for(q),
             diagonal=diagonal,

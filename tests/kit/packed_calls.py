@@ -11,12 +11,12 @@ from fa_autotune import attention_varlen
 from fa_autotune.problem.sequences import Sequences
 from fa_autotune.reference.features import Features
 from fa_autotune.reference.packed import (
-    VarlenCall,
-    varlen_gradients,
-    varlen_gradients_from_statistics,
-    varlen_reference,
-    varlen_same_precision,
-    varlen_statistics,
+    PackedCall,
+    packed_gradients,
+    packed_gradients_from_statistics,
+    packed_reference,
+    packed_same_precision,
+    packed_statistics,
 )
 from kit.attention_calls import BFLOAT16, DEVICE, requiring
 
@@ -29,7 +29,7 @@ def cu_seqlens(lengths: Sequence[int]) -> Tensor:
     return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=DEVICE)
 
 
-def make_varlen(
+def make_packed(
     lengths: Sequence[tuple[int, int]] = LENGTHS,
     *,
     unused: int = 0,
@@ -56,7 +56,7 @@ def make_varlen(
     return q, k, v, starts_q, starts_k
 
 
-def told(q: Tensor, lengths: Sequence[tuple[int, int]], unused: int = 0, **arguments: Any) -> VarlenCall:
+def told(q: Tensor, lengths: Sequence[tuple[int, int]], unused: int = 0, **arguments: Any) -> PackedCall:
     """What the reference is told of a call of `attention_varlen` with these arguments."""
     left, right = arguments.get("window_size", (-1, -1))
     right = 0 if arguments.get("causal") else right
@@ -64,7 +64,7 @@ def told(q: Tensor, lengths: Sequence[tuple[int, int]], unused: int = 0, **argum
     size = (len(lengths), q.shape[1])
     scale = arguments.get("softmax_scale")
     lengths_q, lengths_k = zip(*lengths, strict=True)
-    return VarlenCall(
+    return PackedCall(
         sequences=Sequences(lengths_q=lengths_q, lengths_k=lengths_k, unused_q=unused, unused_k=unused),
         softmax_scale=q.shape[2] ** -0.5 if scale is None else scale,
         diagonal=None if right < 0 else right,
@@ -82,15 +82,15 @@ def rows_last(*tensors: Tensor) -> list[Tensor]:
     return [tensor.transpose(0, 1)[None] for tensor in tensors]
 
 
-def assert_varlen_right(
+def assert_packed_right(
     tensors: Sequence[Tensor], lengths: Sequence[tuple[int, int]] = LENGTHS, unused: int = 0, **arguments: Any
 ) -> tuple[Tensor, Tensor]:
     """Call attention_varlen, hold out and lse to the numerics rule, and give them."""
     out, lse = attention_varlen(*tensors, **arguments, return_lse=True)
     q, k, v = tensors[:3]
     call = told(q, lengths, unused, **arguments)
-    ref, ref_lse = varlen_reference(*rows_last(q, k, v), call)
-    pt = varlen_same_precision(*rows_last(q, k, v), call)
+    ref, ref_lse = packed_reference(*rows_last(q, k, v), call)
+    pt = packed_same_precision(*rows_last(q, k, v), call)
     assert out.dtype == q.dtype
     assert_follows_rule(rows_last(out)[0], ref, pt)
     torch.testing.assert_close(lse, ref_lse[0], atol=1e-5, rtol=1e-5)
@@ -122,7 +122,7 @@ def gradient_like(tensors: Sequence[Tensor], unused: int = 0, fill: float = 0.0)
     return d_out
 
 
-def assert_varlen_gradients_right(
+def assert_packed_gradients_right(
     tensors: Sequence[Tensor],
     lengths: Sequence[tuple[int, int]] = LENGTHS,
     unused: int = 0,
@@ -136,12 +136,12 @@ def assert_varlen_gradients_right(
     found = varlen_gradients_of(tensors, d_out, **arguments)
     q, k, v, d_rows = rows_last(*tensors[:3], d_out)
     call = told(tensors[0], lengths, unused, **arguments)
-    refs = varlen_gradients(q, k, v, d_rows, None, call)
-    lse, delta = varlen_statistics(q, k, v, d_rows, call)
+    refs = packed_gradients(q, k, v, d_rows, None, call)
+    lse, delta = packed_statistics(q, k, v, d_rows, call)
     if arguments.get("sinks") is not None:  # as in `attention_calls.assert_gradients_right`
-        out = varlen_reference(q, k, v, call)[0].to(q.dtype)
+        out = packed_reference(q, k, v, call)[0].to(q.dtype)
         delta = (out.float() * d_rows.float()).sum(-1)
-    pts = varlen_gradients_from_statistics(q, k, v, d_rows, lse, delta, call, dtype=q.dtype)
+    pts = packed_gradients_from_statistics(q, k, v, d_rows, lse, delta, call, dtype=q.dtype)
     for tensor, gradient, ref, pt in zip(tensors[:3], found, refs, pts, strict=True):
         assert (gradient.shape, gradient.dtype) == (tensor.shape, tensor.dtype)
         assert_follows_rule(rows_last(gradient)[0], ref, pt, factor)
