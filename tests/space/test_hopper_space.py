@@ -80,7 +80,7 @@ def test_what_is_not_served_gets_a_reason(change: dict, arch: str, triton: tuple
         (CAUSAL, {"CONSUMERS": 1}, "warpgroups", "tile does not go with CONSUMERS=1"),
         (CAUSAL, {"SCHEDULE": Schedule.SINGLE}, "warpgroups", "single does not go with CONSUMERS=2"),
         (CAUSAL, {"CONSUMERS": 3}, "third_consumer", "head_dim_v up to 64, not 128"),
-        (NARROW, {"SCHEDULE": Schedule.SINGLE, "CONSUMERS": 1, "PING_PONG": True}, "turns", "two warpgroups"),
+        (NARROW, {"SCHEDULE": Schedule.SINGLE, "CONSUMERS": 1, "PING_PONG": True}, "ping_pong", "two warpgroups"),
         (CAUSAL, {"num_stages": 4}, "stages_in_flight", "num_stages=4 is for head dims up to 64"),
         (CAUSAL, {"PACK_P": False}, "packed_probabilities", "between the loops of a causal kernel"),
         (CAUSAL, {"OWN_OUT": True}, "own_out", "is for SCHEDULE=persistent"),
