@@ -1,4 +1,4 @@
-"""What the warp-specialised forward serves of masks and dropout, where its search starts, and what that compiles to."""
+"""What the warp-specialised forward with masks and dropout is rendered and compiled to."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -11,10 +11,9 @@ from fa_autotune.problem.family import AttentionFamily, Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import TrialStatus
 from fa_autotune.space.candidate import Candidate, Variant
-from fa_autotune.space.config import HopperWsFwdConfig, Schedule
 from fa_autotune.space.estimates import BARRIER_BYTES, hopper_smem_bytes
 from fa_autotune.space.registry import variant_spec
-from fa_autotune.space.seeds import default_config, seed_configs
+from fa_autotune.space.seeds import default_config
 from kit.compile_candidates import compiling
 
 H200 = KNOWN_DEVICES["h200"]
@@ -23,56 +22,6 @@ SPEC = variant_spec(Pass.FWD, Variant.HOPPER_WS)
 
 def family_of(head_dim: str, words: str) -> AttentionFamily:
     return AttentionProblem.parse(f"1x1x1x64x64x{head_dim},{words}").family
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "words", "says"),
-    [
-        ("128", "dropout,left=9", "dropout wants whole 16 keys"),
-        ("256", "wide_bias", "head_dim_v=256 leaves no registers for a mask in fp32, 192 does"),
-        ("256", "bias,dropout", "no registers for attn_mask and dropout at once"),
-        ("256", "causal,dropout,softcap", "no registers for dropout and softcap at once"),
-        ("192", "bool_mask,loose_mask", "no registers for a mask that is read by elements, 128 does"),
-        ("160", "bool_mask,left=9", "no registers for a mask that is read by elements, 128 does"),
-    ],
-)
-def test_what_leaves_no_registers_gets_a_reason(head_dim: str, words: str, says: str) -> None:
-    reason = SPEC.supports(family_of(head_dim, words), "sm_90", (3, 7))
-    assert reason is not None
-    assert says in reason
-
-
-@pytest.mark.parametrize("head_dim", ["16", "64", "96", "128", "192", "256", "192x128", "128x256"])
-@pytest.mark.parametrize(
-    "words",
-    [
-        "dropout",
-        "causal,dropout,softcap,alibi,sinks",
-        "bool_mask",
-        "causal,bias",
-        "wide_bias,alibi",
-        "bias,dropout",
-        "causal,wide_bias,softcap,alibi,sinks,dropout",
-        "bias,loose_mask",
-        "causal,left=9,bool_mask",
-    ],
-)
-def test_every_seed_of_what_is_served_passes_the_constraints(head_dim: str, words: str) -> None:
-    family = family_of(head_dim, words)
-    if SPEC.supports(family, "sm_90", (3, 7)):
-        assert family.head_dim_v > 128
-        return
-    seeds = seed_configs(SPEC, family, "sm_90")
-    assert seeds[0] == default_config(SPEC, family, "sm_90")
-    assert [SPEC.rejection(one, family=family, shape=None, device=H200) for one in seeds] == [None] * len(seeds)
-
-
-def test_three_consumers_have_no_registers_for_them() -> None:
-    config = HopperWsFwdConfig(SCHEDULE=Schedule.TILE, CONSUMERS=3, BLOCK_N=64)
-    for words in ("bias", "dropout"):
-        rejected = SPEC.rejection(config, family=family_of("64", words), shape=None, device=H200)
-        assert rejected is not None
-        assert rejected.reason == "CONSUMERS=3 leaves no registers for a mask or for random bits"
 
 
 def test_what_is_off_leaves_no_line() -> None:
