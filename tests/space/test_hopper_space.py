@@ -12,12 +12,10 @@ from fa_autotune.dispatch.winners import load_snapshot
 from fa_autotune.problem.device import INTERPRETER, KNOWN_DEVICES
 from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass
 from fa_autotune.problem.problem import AttentionProblem
-from fa_autotune.records import TrialStatus
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.config import HopperWsFwdConfig, Schedule
 from fa_autotune.space.registry import rejection, variant_spec
 from fa_autotune.space.seeds import search_domain
-from fa_autotune.tuner.study import VariantSearch
 from kit.tuning_samples import begin, confirmed, ok_record
 
 H200 = KNOWN_DEVICES["h200"]
@@ -178,27 +176,6 @@ def test_a_domain_has_exactly_the_values_that_can_pass() -> None:
         (2,),
         (True,),
     )
-
-
-def test_a_step_from_a_schedule_to_another_brings_its_warpgroups_along() -> None:
-    search = VariantSearch(NARROW, SPEC, H200, random.Random(0))
-    single = HopperWsFwdConfig(SCHEDULE=Schedule.SINGLE, CONSUMERS=1, BLOCK_N=128)
-    search.warm_start([single])
-    assert search.propose(1, local=False) == [single]
-    search.learn(single, 1.0, TrialStatus.OK)
-    steps = search.propose(60, local=True)
-    assert {config.SCHEDULE for config in steps if isinstance(config, HopperWsFwdConfig)} == set(Schedule)
-    assert all(search.rejection(config) is None for config in steps)
-
-
-def test_a_search_ends_with_every_config_that_passes() -> None:
-    search = VariantSearch(WIDE, SPEC, H200, random.Random(0))
-    found: list[object] = []
-    while batch := search.propose(16, local=False):
-        found += batch
-        for config in batch:
-            search.learn(config, 1.0, TrialStatus.OK)
-    assert len(set(found)) == len(found) == 64
 
 
 # --- where winners are kept -------------------------------------------------------------------------------------------

@@ -245,12 +245,6 @@ def test_a_problem_for_which_no_time_was_left_says_so(database):
     assert summary.results[0].note == "no time was left for it"
 
 
-@pytest.mark.parametrize("values", [{"trials": 0}, {"finalists": -1}, {"time_s": 0.0}, {"time_s": float("nan")}])
-def test_a_budget_out_of_range_is_refused(values):
-    with pytest.raises(FaAutotuneError):
-        TuneBudget(**values)
-
-
 # --- warm start -------------------------------------------------------------------------------------------------------
 
 
