@@ -1,20 +1,17 @@
 """Kernels with features compile for the archs that they are written for, and pass the gates there."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import triton
 
-from fa_autotune.kernels.compiler import CompilePool, CompileResult
-from fa_autotune.kernels.gates import CompileRequest
-from fa_autotune.kernels.modules import write_module
-from fa_autotune.kernels.render import render
+from fa_autotune.kernels.compiler import CompileResult
 from fa_autotune.problem.device import KNOWN_DEVICES
 from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass
-from fa_autotune.records import TrialStatus
 from fa_autotune.space.candidate import Candidate, Variant
-from fa_autotune.space.registry import compile_form, supported_variants, variant_spec
+from fa_autotune.space.registry import supported_variants, variant_spec
 from fa_autotune.space.seeds import default_config, seed_configs
+from kit.compile_candidates import CompileAll, stopped
 from kit.feature_families import FEATURES, TILED, make_family
 from kit.strategies import PLAIN_VARIANTS
 
@@ -30,30 +27,23 @@ Compile = Callable[[Sequence[Candidate], str], list[CompileResult]]
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
-    """Compile candidates side by side, in the shared memory that a default may take on an arch."""
-    folder = tmp_path_factory.mktemp("kernels")
+def compiled(compile_all: CompileAll) -> Compile:
+    """Compile candidates in the shared memory that a default may take on an arch."""
 
-    def limit(candidate: Candidate, arch: str) -> int:
-        takes_all = candidate.variant is Variant.HOPPER_WS or candidate.family.kernel_pass is not Pass.FWD
-        return H200.smem_optin_bytes if arch in WIDE and takes_all else 64 * 1024
+    def by_limit(candidates: Sequence[Candidate], arch: str) -> list[CompileResult]:
+        limits = [
+            H200.smem_optin_bytes
+            if arch in WIDE and (one.variant is Variant.HOPPER_WS or one.family.kernel_pass is not Pass.FWD)
+            else 64 * 1024
+            for one in candidates
+        ]
+        found: dict[Candidate, CompileResult] = {}
+        for limit in sorted(set(limits)):
+            some = [one for one, own in zip(candidates, limits, strict=True) if own == limit]
+            found.update(zip(some, compile_all(some, arch, limit), strict=True))
+        return [found[one] for one in candidates]
 
-    with CompilePool(2, deadline_s=240.0) as pool:
-
-        def compile_all(candidates: Sequence[Candidate], arch: str) -> list[CompileResult]:
-            requests = [
-                CompileRequest(
-                    module_path=write_module(render(candidate), folder),
-                    arch=arch,
-                    form=compile_form(candidate.family),
-                    variant=candidate.variant,
-                    smem_limit_bytes=limit(candidate, arch),
-                )
-                for candidate in candidates
-            ]
-            return [future.result() for future in map(pool.submit, requests)]
-
-        yield compile_all
+    return by_limit
 
 
 def families_of(features: str, arch: str) -> list[AttentionFamily]:
@@ -78,12 +68,7 @@ def test_defaults_compile_and_pass_all_gates(arch: str, features: str, compiled:
         for family in families_of(features, arch)
         for spec in supported_variants(family, arch, TRITON_VERSION)  # type: ignore[arg-type]
     ]
-    failed = {
-        f"{candidate.family.label} {candidate.variant}": (result.status.value, result.gate, result.error)
-        for candidate, result in zip(candidates, compiled(candidates, arch), strict=True)
-        if result.status is not TrialStatus.OK
-    }
-    assert failed == {}
+    assert stopped(candidates, compiled(candidates, arch)) == {}
 
 
 @pytest.mark.slow

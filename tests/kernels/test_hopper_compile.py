@@ -4,7 +4,7 @@ That is what can be checked of Gluon without a GPU: it has no interpreter. test_
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -18,12 +18,12 @@ from fa_autotune.kernels.render import render
 from fa_autotune.problem.device import KNOWN_DEVICES
 from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass
 from fa_autotune.records import TrialStatus
-from fa_autotune.space.candidate import Candidate, CompileForm, Variant
+from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.config import HopperWsFwdConfig, Schedule
 from fa_autotune.space.estimates import BARRIER_BYTES, hopper_smem_bytes
 from fa_autotune.space.registry import KnobValue, variant_spec
 from fa_autotune.worker import WorkerPool
-from kit.compile_candidates import compiling
+from kit.compile_candidates import CompileAll, request_of
 from kit.compile_jobs import compiled_text
 
 pytestmark = pytest.mark.kernel
@@ -60,9 +60,8 @@ def widest(schedule: Schedule, head_dims: tuple[int, int], **others: object) -> 
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
-    with compiling(tmp_path_factory) as compile_all:
-        yield lambda candidates: compile_all(candidates, "sm_90", H200.smem_optin_bytes)
+def compiled(compile_all: CompileAll) -> Compile:
+    return lambda candidates: compile_all(candidates, "sm_90", H200.smem_optin_bytes)
 
 
 def failed(candidates: Sequence[Candidate], results: Sequence[CompileResult]) -> dict[str, object]:
@@ -144,16 +143,9 @@ def test_nearly_all_of_the_space_passes_the_gates(head_dims: tuple[int, int], ca
 def persistent(tmp_path_factory: pytest.TempPathFactory) -> tuple[CompileRequest, CompiledText]:
     """A kernel's text, to be looked at and changed."""
     candidate = make_candidate(Schedule.PERSISTENT, (64, 64), causal=False)
-    path = write_module(render(candidate), tmp_path_factory.mktemp("kernels"))
-    request = CompileRequest(
-        module_path=path,
-        arch="sm_90",
-        form=CompileForm.ALIGNED,
-        variant=candidate.variant,
-        smem_limit_bytes=H200.smem_optin_bytes,
-    )
+    request = request_of(candidate, tmp_path_factory.mktemp("kernels"), "sm_90", H200.smem_optin_bytes)
     with WorkerPool(1, name="compile", environ=compile_environ()) as workers:
-        return request, workers.submit(compiled_text, path, deadline_s=240.0).result()
+        return request, workers.submit(compiled_text, request.module_path, deadline_s=240.0).result()
 
 
 def test_the_gates_read_what_gluon_compiles_to(persistent: tuple[CompileRequest, CompiledText]) -> None:
@@ -178,22 +170,15 @@ def test_a_reduction_of_one_value_is_no_row_of_scores(persistent: tuple[CompileR
     assert re.search(r'"tt.reduce"[^"]*?tensor<1xi32', text.ttgir)
 
 
-def test_an_address_that_two_loops_share_is_stopped(tmp_path: Path) -> None:
+def test_an_address_that_two_loops_share_is_stopped(compile_pool: CompilePool, tmp_path: Path) -> None:
     """The template makes the addresses differ, by a zero that the assembler can't know; this is the kernel without."""
     candidate = make_candidate(Schedule.PIPELINED, (64, 64), BLOCK_N=128)
     source = render(candidate)
     text = source.text.replace("    place_of_q += gl.minimum(item, 0)\n", "")
     assert text != source.text
     path = write_module(replace(source, text=text, name="fwd_shared", digest="shared"), tmp_path)
-    with CompilePool(1, deadline_s=240.0) as pool:
-        request = CompileRequest(
-            module_path=path,
-            arch="sm_90",
-            form=CompileForm.ALIGNED,
-            variant=candidate.variant,
-            smem_limit_bytes=H200.smem_optin_bytes,
-        )
-        result = pool.submit(request).result()
+    request = request_of(candidate, tmp_path, "sm_90", H200.smem_optin_bytes)
+    result = compile_pool.submit(replace(request, module_path=path)).result()
     assert (result.status, result.gate) == (TrialStatus.OVER_RESOURCES, "set_addresses")
 
 

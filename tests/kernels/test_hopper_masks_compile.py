@@ -1,10 +1,7 @@
 """What the warp-specialised forward with masks and dropout is rendered and compiled to."""
 
-from collections.abc import Callable, Iterator, Sequence
-
 import pytest
 
-from fa_autotune.kernels.compiler import CompileResult
 from fa_autotune.kernels.render import render
 from fa_autotune.problem.device import KNOWN_DEVICES
 from fa_autotune.problem.family import AttentionFamily, Pass
@@ -14,7 +11,7 @@ from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.estimates import BARRIER_BYTES, hopper_smem_bytes
 from fa_autotune.space.registry import variant_spec
 from fa_autotune.space.seeds import default_config
-from kit.compile_candidates import compiling
+from kit.compile_candidates import CompileAll
 
 H200 = KNOWN_DEVICES["h200"]
 SPEC = variant_spec(Pass.FWD, Variant.HOPPER_WS)
@@ -34,14 +31,6 @@ def test_what_is_off_leaves_no_line() -> None:
         assert ("async_copy.commit_group" in text) == (family.has_mask and not family.loose_mask)
 
 
-@pytest.fixture(scope="module")
-def compiled(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Callable[[Sequence[Candidate]], list[CompileResult]]]:
-    with compiling(tmp_path_factory) as compile_all:
-        yield lambda candidates: compile_all(candidates, "sm_90", H200.smem_optin_bytes)
-
-
 COMPILED = ["128,dropout", "64,causal,dropout,varlen", "128,causal,bias", "64,bool_mask"]
 OTHERS = [
     "256,causal,dropout",
@@ -59,15 +48,13 @@ OTHERS = [
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("texts", [COMPILED, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["", "others"])
-def test_defaults_pass_the_gates_and_their_shared_memory_is_counted(
-    texts: list[str], compiled: Callable[[Sequence[Candidate]], list[CompileResult]]
-) -> None:
+def test_defaults_pass_the_gates_and_their_shared_memory_is_counted(texts: list[str], compile_all: CompileAll) -> None:
     families = [family_of(*text.split(",", 1)) for text in texts]
     candidates = [
         Candidate(family=family, variant=Variant.HOPPER_WS, config=default_config(SPEC, family, "sm_90"))
         for family in families
     ]
-    for candidate, result in zip(candidates, compiled(candidates), strict=True):
+    for candidate, result in zip(candidates, compile_all(candidates, "sm_90", H200.smem_optin_bytes), strict=True):
         assert (result.status, result.error) == (TrialStatus.OK, None), candidate.family.label
         assert result.resources is not None
         counted = hopper_smem_bytes(candidate.family, candidate.config)  # type: ignore[arg-type]

@@ -1,19 +1,17 @@
 """Every template compiles for every arch that its variant supports, and passes the gates there."""
 
-from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import pytest
 import triton
 
-from fa_autotune.kernels.compiler import CompileResult
 from fa_autotune.problem.device import KNOWN_DEVICES
 from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass
 from fa_autotune.records import TrialStatus
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import VARIANTS, VariantSpec, supported_variants, variant_spec
 from fa_autotune.space.seeds import default_config, seed_configs
-from kit.compile_candidates import compiling
+from kit.compile_candidates import CompileAll, stopped
 
 pytestmark = pytest.mark.kernel
 
@@ -23,7 +21,6 @@ SMALLEST_SMEM_BYTES = 64 * 1024  # a default must fit it anywhere
 H200 = KNOWN_DEVICES["h200"]
 TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 FORWARD_VARIANTS = [spec.variant for spec in VARIANTS if spec.kernel_pass is Pass.FWD]
-Compile = Callable[[Sequence[Candidate], str, int], list[CompileResult]]
 
 
 def make_family(
@@ -60,16 +57,10 @@ def variants_of(family: AttentionFamily, arch: str) -> list[VariantSpec]:
     return supported_variants(family, arch, TRITON_VERSION)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
-    with compiling(tmp_path_factory) as compile_all:
-        yield compile_all
-
-
 @pytest.mark.parametrize(
     "arch", [pytest.param(arch, marks=pytest.mark.slow) if arch in LIKE_SM_80 else arch for arch in ARCHS]
 )
-def test_defaults_compile_and_pass_all_gates_in_64_kb(arch: str, compiled: Compile) -> None:
+def test_defaults_compile_and_pass_all_gates_in_64_kb(arch: str, compile_all: CompileAll) -> None:
     candidates = [
         Candidate(family=family, variant=spec.variant, config=default_config(spec, family, arch))
         for family in make_families(arch)
@@ -77,21 +68,16 @@ def test_defaults_compile_and_pass_all_gates_in_64_kb(arch: str, compiled: Compi
     ]
     hopper = [candidate for candidate in candidates if candidate.variant.is_gluon]  # for what sm_90 has
     others = [candidate for candidate in candidates if not candidate.variant.is_gluon]
-    results = [*compiled(hopper, arch, H200.smem_optin_bytes), *compiled(others, arch, SMALLEST_SMEM_BYTES)]
-    failed = {
-        f"{candidate.family.label} {candidate.variant}": (result.status.value, result.gate, result.error)
-        for candidate, result in zip([*hopper, *others], results, strict=True)
-        if result.status is not TrialStatus.OK
-    }
-    assert failed == {}
+    assert stopped(hopper, compile_all(hopper, arch, H200.smem_optin_bytes)) == {}
+    assert stopped(others, compile_all(others, arch, SMALLEST_SMEM_BYTES)) == {}
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "gfx942"])
-def test_the_fp32_default_compiles_and_passes_all_gates(arch: str, compiled: Compile) -> None:
+def test_the_fp32_default_compiles_and_passes_all_gates(arch: str, compile_all: CompileAll) -> None:
     family = make_family(64, causal=True, dtype=DType.FLOAT32)
     config = default_config(variant_spec(Pass.FWD, Variant.PORTABLE), family, arch)
     candidate = Candidate(family=family, variant=Variant.PORTABLE, config=config)
-    (result,) = compiled([candidate], arch, SMALLEST_SMEM_BYTES)
+    (result,) = compile_all([candidate], arch, SMALLEST_SMEM_BYTES)
     assert (result.status, result.error) == (TrialStatus.OK, None)
 
 
@@ -117,26 +103,26 @@ def test_the_archs_have_the_variants_that_are_written_for_them() -> None:
     ],
 )
 def test_seeds_for_hopper_give_the_search_a_start(
-    variant: Variant, causal: bool, head_dim: int, compiled: Compile
+    variant: Variant, causal: bool, head_dim: int, compile_all: CompileAll
 ) -> None:
     """Three at least pass all gates, among them that the assembler leaves wgmma asynchronous."""
     family, spec = make_family(head_dim, causal=causal), variant_spec(Pass.FWD, variant)
     seeds = [
         Candidate(family=family, variant=variant, config=config) for config in seed_configs(spec, family, H200.arch)
     ]
-    results = compiled(seeds, H200.arch, H200.smem_optin_bytes)
+    results = compile_all(seeds, H200.arch, H200.smem_optin_bytes)
     assert sum(result.status is TrialStatus.OK for result in results) >= 3, [result.gate for result in results]
 
 
 @pytest.mark.parametrize("variant", FORWARD_VARIANTS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_ragged_full_kernel_keeps_hoppers_products_asynchronous(
-    head_dim: int, variant: Variant, compiled: Compile
+    head_dim: int, variant: Variant, compile_all: CompileAll
 ) -> None:
     """A loop over the ragged keys that runs at most once, provably, made the assembler serialize all of them."""
     family, spec = make_family(head_dim), variant_spec(Pass.FWD, variant)
     seeds = [
         Candidate(family=family, variant=variant, config=config) for config in seed_configs(spec, family, H200.arch)
     ]
-    results = compiled(seeds, H200.arch, H200.smem_optin_bytes)
+    results = compile_all(seeds, H200.arch, H200.smem_optin_bytes)
     assert "wgmma_serialized" not in {result.gate for result in results}

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fa_autotune.errors import LaunchError
 from fa_autotune.evaluation.probes import probes
 from fa_autotune.evaluation.seeded import seeded_workload
 from fa_autotune.evaluation.verify import verify, verify_sampled
@@ -198,15 +197,6 @@ def test_starts_that_make_no_sense_make_no_kernel_touch_other_memory(kernel_pass
         buffers = [torch.full((3, *output.size), float("nan"), dtype=output.dtype) for output in workload.outputs]
         make_kernel(family)(*spoiled.arguments([buffer[1] for buffer in buffers]))
         assert all(buffer[[0, 2]].isnan().all() for buffer in buffers)
-
-
-@interpreted
-def test_a_grid_that_no_launch_takes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = make_kernel(make_family(Pass.FWD))
-    monkeypatch.setattr("fa_autotune.kernels.loaded.MAX_GRID", 10)
-    assert kernel.grid_of(2, 2, 64) == (10, 1, 1)
-    with pytest.raises(LaunchError, match="12 programs, a launch takes at most 10: split the batch"):
-        kernel.grid_of(3, 2, 64)
 
 
 @every_pass
