@@ -188,6 +188,21 @@ def test_catches_a_result_that_differs_in_its_last_bit_between_two_launches(whic
     assert f"two launches gave different bits in {which}" in reasons(spoiled(fault))
 
 
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_catches_all_else_in_one_launch_where_a_second_could_not_differ(fault: Fault) -> None:
+    launched: list[Tensor] = []
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, diagonal: int | None) -> None:
+        launched.append(out)
+        spoiled(fault)(q, k, v, out, lse, scale, diagonal)
+
+    family = make_family()
+    probe_list = probes(family, block_m=BLOCK, block_n=BLOCK, exact_lengths=False)
+    found = verify(kernel, family, probe_list, CPU, repeated=False).failures
+    assert FAULTS[fault] in "\n".join(found)
+    assert len(launched) == len(probe_list)
+
+
 def test_catches_a_result_that_only_the_first_launch_leaves_unwritten() -> None:
     launches = 0
 

@@ -16,13 +16,14 @@ from fa_autotune.problem.family import (
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import supported_variants, variant_spec
 from fa_autotune.space.seeds import default_config, seed_configs
+from kit.combinations import rest, slow
 from kit.compile_candidates import CompileAll, stopped
 from kit.strategies import PLAIN_VARIANTS
 
 pytestmark = pytest.mark.kernel
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
-QUICK_ARCHS = ("sm_80", "sm_90", "gfx942")  # the others compile where slow tests are asked for
+REST_ARCHS = ("sm_80", "sm_90", "gfx942")  # the others compile where slow tests are asked for
 LIKE_SM_80 = ("sm_86", "sm_89")  # the same code but for the arch's name
 SMALLEST_SMEM_BYTES = 64 * 1024  # a default must fit it anywhere
 WIDE_SMEM_BYTES = 227 * 1024  # of the archs for which a backward is compiled through descriptors
@@ -82,9 +83,7 @@ def defaults(family: AttentionFamily, arch: str, variant: Variant) -> list[Candi
 
 
 @pytest.mark.parametrize("kernel_pass", PORTABLE_PASSES)
-@pytest.mark.parametrize(
-    "arch", [arch if arch in QUICK_ARCHS else pytest.param(arch, marks=pytest.mark.slow) for arch in ARCHS]
-)
+@pytest.mark.parametrize("arch", [*rest(REST_ARCHS), *slow(arch for arch in ARCHS if arch not in REST_ARCHS)])
 def test_portable_defaults_compile_and_pass_all_gates_in_64_kb(
     arch: str, kernel_pass: Pass, compile_all: CompileAll
 ) -> None:
@@ -96,7 +95,7 @@ def test_portable_defaults_compile_and_pass_all_gates_in_64_kb(
 
 
 @pytest.mark.parametrize("kernel_pass", [Pass.BWD_DKDV, Pass.BWD_DQ])
-@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_100", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("arch", [*rest(["sm_90"]), *slow(["sm_100"])])
 def test_defaults_through_descriptors_compile_and_pass_all_gates(
     arch: str, kernel_pass: Pass, compile_all: CompileAll
 ) -> None:
@@ -113,9 +112,7 @@ def test_no_backward_goes_through_descriptors_where_they_spill_or_are_not_there(
 
 
 @pytest.mark.parametrize("kernel_pass", SPLIT_BACKWARD)
-@pytest.mark.parametrize(
-    "arch", ["sm_90", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_75", "sm_80", "gfx942"))]
-)
+@pytest.mark.parametrize("arch", [*rest(["sm_90"]), *slow(["sm_75", "sm_80", "gfx942"])])
 def test_the_fp32_default_compiles_and_passes_all_gates(arch: str, kernel_pass: Pass, compile_all: CompileAll) -> None:
     family = make_family(kernel_pass, 64, causal=kernel_pass not in KEYLESS_PASSES, dtype=DType.FLOAT32)
     candidates = defaults(family, arch, Variant.PORTABLE)
@@ -124,7 +121,7 @@ def test_the_fp32_default_compiles_and_passes_all_gates(arch: str, kernel_pass: 
 
 @pytest.mark.parametrize("variant", PLAIN_VARIANTS)
 @pytest.mark.parametrize("kernel_pass", [Pass.BWD_DKDV, Pass.BWD_DQ])
-@pytest.mark.parametrize("head_dim", [128, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("head_dim", [*rest([128]), *slow([64])])
 def test_seeds_for_hopper_give_the_search_a_start(
     head_dim: int, kernel_pass: Pass, variant: Variant, compile_all: CompileAll
 ) -> None:

@@ -11,6 +11,7 @@ from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import supported_variants, variant_spec
 from fa_autotune.space.seeds import default_config, seed_configs
+from kit.combinations import rest, slow
 from kit.compile_candidates import CompileAll, stopped
 from kit.feature_families import FEATURES, TILED, make_family
 from kit.strategies import PLAIN_VARIANTS
@@ -18,8 +19,9 @@ from kit.strategies import PLAIN_VARIANTS
 pytestmark = pytest.mark.kernel
 
 ARCHS = ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
-# The others compile where slow tests are asked for.
-QUICK = {("sm_80", "window softcap"), ("sm_90", "window"), ("sm_90", "window alibi sinks")}
+QUICK = [("sm_80", "window softcap")]
+OTHERS = [("sm_90", "window"), ("sm_90", "window alibi sinks")]
+ALL = [(arch, features) for arch in ARCHS for features in FEATURES]
 WIDE = ("sm_90", "sm_100")  # whose backward through descriptors takes what they have
 H200 = KNOWN_DEVICES["h200"]
 TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
@@ -57,10 +59,7 @@ def families_of(features: str, arch: str) -> list[AttentionFamily]:
 
 @pytest.mark.parametrize(
     ("arch", "features"),
-    [
-        pair if pair in QUICK else pytest.param(*pair, marks=pytest.mark.slow)
-        for pair in ((arch, features) for arch in ARCHS for features in FEATURES)
-    ],
+    [*QUICK, *rest(OTHERS), *slow(pair for pair in ALL if pair not in (*QUICK, *OTHERS))],
 )
 def test_defaults_compile_and_pass_all_gates(arch: str, features: str, compiled: Compile) -> None:
     candidates = [

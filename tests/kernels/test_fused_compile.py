@@ -104,8 +104,17 @@ QUICK = [
 ]
 
 
-def test_it_compiles_and_passes_the_gates(compiled: Compile) -> None:
-    assert failed(QUICK, compiled(QUICK)) == {}
+@pytest.mark.parametrize(
+    "some",
+    [
+        # Of each template: the plain kernel, and one of the most features.
+        [QUICK[0], QUICK[6], QUICK[12], QUICK[13], QUICK[17]],
+        pytest.param([*QUICK[1:6], *QUICK[7:12], *QUICK[14:17], *QUICK[18:]], marks=pytest.mark.rest),
+    ],
+    ids=["", "more"],
+)
+def test_it_compiles_and_passes_the_gates(some: list[Candidate], compiled: Compile) -> None:
+    assert failed(some, compiled(some)) == {}
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def test_kernels_beside_the_fused_one_know_each_sequence(text: str, number: int)
     sequences = Sequences(lengths_q=(200, 0, 5, 20, 0), lengths_k=(190, 4, 0, 31, 0), unused_q=9, unused_k=2)
     shape = replace(AttentionProblem.parse("5x2x1x200x190x24").shape, window_left=3 if "left" in text else 0)
     probe = Probe(shape=shape, sequences=sequences, seed=1)
-    assert verify(kernel, kernel.candidate.family, [probe], CPU).failures == ()
+    assert verify(kernel, kernel.candidate.family, [probe], CPU, repeated=False).failures == ()
 
 
 @interpreted
@@ -80,7 +80,8 @@ def test_kernels_beside_the_fused_one_pass_every_probe(text: str, number: int) -
     kernel = kernel_of(text, number)
     family = kernel.candidate.family
     block = STATISTIC_ROWS if family.kernel_pass is Pass.BWD_PREPROCESS else fused_tile(family).block_m
-    assert verify(kernel, family, probes(family, block_m=block, block_n=16, exact_lengths=False), CPU).failures == ()
+    found = probes(family, block_m=block, block_n=16, exact_lengths=False)
+    assert verify(kernel, family, found, CPU, repeated=False).failures == ()
 
 
 def small_workload(text: str, **changes: Any) -> Workload:

@@ -27,7 +27,9 @@ WORDS = [
 @pytest.mark.parametrize(
     "words",
     [
-        ["128,causal,bwd_fused", "64,causal,bwd_preprocess", "128,causal,left=1,bwd_postprocess"],
+        pytest.param(
+            ["128,causal,bwd_fused", "64,causal,bwd_preprocess", "128,causal,left=1,bwd_postprocess"], id="few"
+        ),
         pytest.param(WORDS, marks=pytest.mark.slow, id="many"),
     ],
 )

@@ -124,6 +124,7 @@ NEXT = {"mbarrier.wait(announced.index(slot), phase)", "mbarrier.wait(taken.inde
 TURN = "take_turn(WARPGROUP)  # that the last warpgroup passed on"
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("kernel", "implied"),
     [

@@ -11,6 +11,7 @@ from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.estimates import BARRIER_BYTES, hopper_smem_bytes
 from fa_autotune.space.registry import variant_spec
 from fa_autotune.space.seeds import default_config
+from kit.combinations import rest, slow
 from kit.compile_candidates import CompileAll
 
 H200 = KNOWN_DEVICES["h200"]
@@ -31,7 +32,8 @@ def test_what_is_off_leaves_no_line() -> None:
         assert ("async_copy.commit_group" in text) == (family.has_mask and not family.loose_mask)
 
 
-COMPILED = ["128,dropout", "64,causal,dropout,varlen", "128,causal,bias", "64,bool_mask"]
+COMPILED = ["128,causal,bias"]
+REST = ["128,dropout", "64,causal,dropout,varlen", "64,bool_mask"]
 OTHERS = [
     "256,causal,dropout",
     "128,bias,loose_mask",
@@ -47,7 +49,7 @@ OTHERS = [
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("texts", [COMPILED, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["", "others"])
+@pytest.mark.parametrize("texts", [COMPILED, *rest([REST]), *slow([OTHERS])], ids=["", "rest", "others"])
 def test_defaults_pass_the_gates_and_their_shared_memory_is_counted(texts: list[str], compile_all: CompileAll) -> None:
     families = [family_of(*text.split(",", 1)) for text in texts]
     candidates = [

@@ -23,6 +23,7 @@ from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import supported_variants, variant_spec
 from fa_autotune.space.seeds import default_config
 from kit.attention_calls import BFLOAT16, FLOAT32, gradients, interpreted, make_small, requiring, runs_kernels
+from kit.combinations import rest, slow
 from kit.compile_candidates import CompileAll, stopped
 
 TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
@@ -54,7 +55,7 @@ def make_kernel(family: AttentionFamily) -> LoadedKernel:
 
 def failures(kernel: Callable[..., None], family: AttentionFamily) -> tuple[str, ...]:
     chosen = probes(family, block_m=16, block_n=16, exact_lengths=False)
-    return verify(kernel, family, chosen, torch.device("cpu")).failures
+    return verify(kernel, family, chosen, torch.device("cpu"), repeated=False).failures
 
 
 # --- what is cut, and what that may cost ------------------------------------------------------------------------------
@@ -70,14 +71,14 @@ def test_ten_bits_of_a_mantissa_are_left() -> None:
 
 @interpreted
 @pytest.mark.kernel
-@pytest.mark.parametrize("kernel_pass", TILED)
+@pytest.mark.parametrize("kernel_pass", [Pass.FWD, *rest([Pass.BWD_DKDV, Pass.BWD_DQ])])
 def test_every_pass_passes_its_probes(kernel_pass: Pass) -> None:
     family = make_family(kernel_pass, bounded_left=True)
     assert failures(make_kernel(family), family) == ()
 
 
 @interpreted
-@pytest.mark.parametrize("kernel_pass", TILED)
+@pytest.mark.parametrize("kernel_pass", [Pass.BWD_DQ, *rest([Pass.FWD, Pass.BWD_DKDV])])
 def test_operands_cut_to_tf32_pass_where_tf32_is_asked_for_and_nowhere_else(kernel_pass: Pass) -> None:
     """What a tensor core does to q, k, v and do."""
     count = 3 if kernel_pass is Pass.FWD else 4
@@ -255,18 +256,8 @@ CASES = [(64, Access.TMA), (128, Access.TMA), (64, Access.ANY), (256, Access.TMA
 @pytest.mark.parametrize(
     ("name", "cases"),
     [
-        ("a10", CASES[:1]),
-        ("h200", CASES[:2]),
-        *(
-            pytest.param(name, cases, marks=pytest.mark.slow)
-            for name, cases in (
-                ("a10", CASES[1:]),
-                ("h200", CASES[2:]),
-                ("b200", CASES),
-                ("rtx5090", CASES),
-                ("a100", CASES[3:]),
-            )
-        ),
+        *rest([("a10", CASES[:1]), ("h200", CASES[:2])]),
+        *slow([("a10", CASES[1:]), ("h200", CASES[2:]), ("b200", CASES), ("rtx5090", CASES), ("a100", CASES[3:])]),
     ],
 )
 def test_defaults_compile_and_pass_all_gates(name: str, cases: list[tuple[int, Access]], compiled: Compile) -> None:

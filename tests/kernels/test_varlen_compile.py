@@ -10,6 +10,7 @@ from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass, str
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import variant_spec
 from fa_autotune.space.seeds import default_config, seed_configs
+from kit.combinations import rest, slow
 from kit.compile_candidates import CompileAll, stopped
 from kit.feature_families import TILED
 
@@ -22,8 +23,9 @@ FEATURES: dict[str, dict[str, bool]] = {
     "window alibi softcap": {"bounded_left": True, "bounded_right": True, "alibi": True, "softcap": True},
 }
 ARCHS = ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
-# The others compile where slow tests are asked for.
-QUICK = {("sm_80", "causal"), ("sm_90", "full"), ("sm_90", "causal")}
+QUICK = [("sm_90", "causal")]
+OTHERS = [("sm_80", "causal"), ("sm_90", "full")]
+ALL = [(arch, features) for arch in ARCHS for features in FEATURES]
 H200 = KNOWN_DEVICES["h200"]
 Compile = Callable[[Sequence[Candidate], str], list[CompileResult]]
 
@@ -51,10 +53,7 @@ def make_family(
 
 @pytest.mark.parametrize(
     ("arch", "features"),
-    [
-        pair if pair in QUICK else pytest.param(*pair, marks=pytest.mark.slow)
-        for pair in ((arch, features) for arch in ARCHS for features in FEATURES)
-    ],
+    [*QUICK, *rest(OTHERS), *slow(pair for pair in ALL if pair not in (*QUICK, *OTHERS))],
 )
 def test_defaults_compile_and_pass_all_gates(arch: str, features: str, compiled: Compile) -> None:
     dtype = DType.FLOAT16 if arch == "sm_75" else DType.BFLOAT16  # Turing multiplies no bfloat16

@@ -18,6 +18,7 @@ from fa_autotune.problem.family import Access, AttentionFamily, DType, Pass, str
 from fa_autotune.problem.problem import AttentionProblem, AttentionShape
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import variant_spec
+from kit.combinations import rest, slow
 from kit.feature_families import TILED
 
 interpreted = pytest.mark.skipif(
@@ -71,27 +72,20 @@ def failures(family: AttentionFamily, **knobs: Any) -> tuple[str, ...]:
     kernel = make_kernel(family, **knobs)
     config: Any = kernel.candidate.config
     chosen = probes(family, block_m=config.BLOCK_M, block_n=config.BLOCK_N, exact_lengths=False)
-    return verify(kernel, family, chosen, CPU).failures
+    return verify(kernel, family, chosen, CPU, repeated=False).failures
 
 
 # The others run where slow tests are asked for: test_varlen.py draws all combinations of features.
-QUICK = {
-    (Pass.FWD, "full"),
-    (Pass.FWD, "alibi sinks"),
-    (Pass.BWD_DKDV, "causal"),
-    (Pass.BWD_DQ, "window alibi softcap"),
-    *((one, "window dropout") for one in TILED),
-}
+QUICK = [(Pass.FWD, "alibi sinks"), (Pass.BWD_DKDV, "causal"), (Pass.BWD_DQ, "window alibi softcap")]
+OTHERS = [(Pass.FWD, "full"), *((one, "window dropout") for one in TILED)]
+ALL = [(kernel_pass, features) for kernel_pass in TILED for features in FEATURES]
 
 
 @interpreted
 @pytest.mark.kernel
 @pytest.mark.parametrize(
     ("kernel_pass", "features"),
-    [
-        pair if pair in QUICK else pytest.param(*pair, marks=pytest.mark.slow)
-        for pair in ((kernel_pass, features) for kernel_pass in TILED for features in FEATURES)
-    ],
+    [*QUICK, *rest(OTHERS), *slow(pair for pair in ALL if pair not in (*QUICK, *OTHERS))],
 )
 def test_passes_every_probe(kernel_pass: Pass, features: str) -> None:
     """Sequences round the blocks, empty ones, one row or none, and unused rows and unseen keys that hold NaN."""
@@ -99,14 +93,14 @@ def test_passes_every_probe(kernel_pass: Pass, features: str) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("kernel_pass", [Pass.BWD_DKDV, pytest.param(Pass.FWD, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kernel_pass", [*rest([Pass.BWD_DKDV]), *slow([Pass.FWD])])
 def test_wide_values_in_pieces_and_more_keys_than_rows_in_a_block(kernel_pass: Pass) -> None:
     family = make_family(kernel_pass, "causal", DType.FLOAT16, head_dim=24, head_dim_v=40)
     assert failures(family, BLOCK_M=16, BLOCK_N=32, HEAD_DIM_PIECE=16) == ()
 
 
 @interpreted
-@pytest.mark.parametrize("kernel_pass", [Pass.BWD_DQ, pytest.param(Pass.FWD, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kernel_pass", [*rest([Pass.BWD_DQ]), *slow([Pass.FWD])])
 def test_fp32_with_any_strides(kernel_pass: Pass) -> None:
     assert failures(make_family(kernel_pass, "full", DType.FLOAT32, 24, access=Access.ANY), HEAD_DIM_PIECE=16) == ()
 
@@ -121,7 +115,7 @@ def test_a_kernel_that_reads_on_into_the_next_sequence_is_rejected() -> None:
         kernel(*head, torch.cat([cu_seqlens_k[:1], cu_seqlens_k[1:] + 1]), scale, diagonal)
 
     chosen = probes(family, block_m=32, block_n=16, exact_lengths=False)
-    assert any("out" in failure for failure in verify(shifted, family, chosen[:1], CPU).failures)
+    assert any("out" in failure for failure in verify(shifted, family, chosen[:1], CPU, repeated=False).failures)
 
 
 @interpreted
