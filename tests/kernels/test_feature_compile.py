@@ -19,8 +19,7 @@ from kit.strategies import PLAIN_VARIANTS
 pytestmark = pytest.mark.kernel
 
 ARCHS = ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
-QUICK = [("sm_80", "window softcap")]
-OTHERS = [("sm_90", "window"), ("sm_90", "window alibi sinks")]
+QUICK = [("sm_80", "window softcap"), ("sm_90", "window"), ("sm_90", "window alibi sinks")]
 ALL = [(arch, features) for arch in ARCHS for features in FEATURES]
 WIDE = ("sm_90", "sm_100")  # whose backward through descriptors takes what they have
 H200 = KNOWN_DEVICES["h200"]
@@ -59,7 +58,7 @@ def families_of(features: str, arch: str) -> list[AttentionFamily]:
 
 @pytest.mark.parametrize(
     ("arch", "features"),
-    [*QUICK, *rest(OTHERS), *slow(pair for pair in ALL if pair not in (*QUICK, *OTHERS))],
+    [*rest(QUICK), *slow(pair for pair in ALL if pair not in QUICK)],
 )
 def test_defaults_compile_and_pass_all_gates(arch: str, features: str, compiled: Compile) -> None:
     candidates = [

@@ -78,7 +78,9 @@ def measured_configs(evaluator: ReplayEvaluator, variant: Variant) -> list[objec
 # --- what it finds ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("problem", [LONG, CAUSAL], ids=["long", "wide causal"])
+@pytest.mark.parametrize(
+    "problem", [pytest.param(LONG, id="long"), pytest.param(CAUSAL, id="wide causal", marks=pytest.mark.rest)]
+)
 def test_96_trials_come_close_to_the_exhaustive_best(problem, database):
     tma = variant_spec(problem.family.kernel_pass, Variant.TMA)  # the faster variant everywhere in this landscape
     times = (LANDSCAPE(candidate, problem) for candidate in problem_candidates(problem, tma, H200))
@@ -114,6 +116,7 @@ def test_a_small_space_is_searched_whole_and_the_search_ends(database):
 FAMILY = [AttentionProblem.parse(f"{16384 // n}x32x32x{n}x{n}x64") for n in (512, 1024, 2048, 4096, 8192, 16384)]
 
 
+@pytest.mark.rest
 def test_each_shape_of_a_family_comes_close_to_the_best_that_any_of_them_found(database):
     evaluator = ReplayEvaluator(LANDSCAPE)
     summary = run(FAMILY, evaluator, database, budget=TuneBudget())
@@ -216,6 +219,7 @@ def test_equal_variants_share_equally(database):
     assert abs(len(measured_configs(evaluator, Variant.PORTABLE)) - 48) <= 16
 
 
+@pytest.mark.rest
 def test_a_space_smaller_than_the_budget_is_used_up_and_the_job_ends(database):
     tiny = AttentionProblem.parse("1x2x2x16x16x16,fp32")
     everything = problem_candidates(tiny, variant_spec(tiny.family.kernel_pass, Variant.PORTABLE), H200)
