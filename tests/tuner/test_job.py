@@ -26,6 +26,7 @@ from fa_autotune.tuner import (
     tune,
 )
 from fa_autotune.tuner.study import HOPELESS_WEIGHT
+from kit.combinations import rest
 from kit.replay import ReplayEvaluator, attention_landscape, candidate_digest, failure, success
 
 H100, H200 = KNOWN_DEVICES["h100"], KNOWN_DEVICES["h200"]
@@ -78,9 +79,7 @@ def measured_configs(evaluator: ReplayEvaluator, variant: Variant) -> list[objec
 # --- what it finds ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "problem", [pytest.param(LONG, id="long"), pytest.param(CAUSAL, id="wide causal", marks=pytest.mark.rest)]
-)
+@pytest.mark.parametrize("problem", [LONG, *rest([CAUSAL])], ids=["long", "wide causal"])
 def test_96_trials_come_close_to_the_exhaustive_best(problem, database):
     tma = variant_spec(problem.family.kernel_pass, Variant.TMA)  # the faster variant everywhere in this landscape
     times = (LANDSCAPE(candidate, problem) for candidate in problem_candidates(problem, tma, H200))
