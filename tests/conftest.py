@@ -60,11 +60,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep the user's database and cache out of every test, and of the processes that tests start."""
+    """Keep the user's database and cache out of every test, and of the processes that tests start.
+
+    The workers of a run share a cache: what is put there is named for what it holds, and written whole.
+    """
     folder = tmp_path_factory.mktemp("own")
+    shared = tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "FA_AUTOTUNE_DB", str(folder / "tuning.db"))
-        patch.setitem(os.environ, "FA_AUTOTUNE_CACHE", str(folder / "cache"))
+        patch.setitem(os.environ, "FA_AUTOTUNE_CACHE", str(shared / "cache"))
         yield
 
 

@@ -96,14 +96,6 @@ def test_ci_runs_the_test_command_that_the_readme_shows() -> None:
     assert command in (ROOT / ".ci/run").read_text().splitlines()
 
 
-def test_the_error_tree_in_the_docstring_names_every_error() -> None:
-    from fa_autotune import errors
-
-    classes = [name for name, value in vars(errors).items() if isinstance(value, type)]
-    assert errors.__doc__ is not None
-    assert [name for name in classes if name not in errors.__doc__] == []
-
-
 def test_the_drawn_layers_are_those_that_are_enforced() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     enforced = [re.sub(r"[()]", "", layer) for layer in contracts[0]["layers"]]

@@ -7,8 +7,6 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "fa_autotune"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -20,6 +18,16 @@ PRIVATE_TO_TRITON = {
     "global_scratch_size", "launch_enter_hook", "launch_exit_hook", "make_tensordesc_arg",
     "packed_metadata", "profile_scratch_size", "tensordesc_meta", "wrap_handle_tensordesc",
 }  # fmt: skip
+MOST_LINES = 600
+BY_FEATURE = "ops/"  # what calls do is tested feature by feature
+TESTED_ELSEWHERE = {  # module: why it has no test module of its own
+    "benchmark/peers": "tests/benchmark/test_bench.py puts peers beside ours",
+    "cli/bench": "tests/benchmark/test_bench.py runs the command",
+    "database/entries": "plain data, told apart by tests/database/test_text.py and test_store.py",
+    "database/schema": "two numbers, which tests/database/test_migrations.py finds in a file",
+    "device": "the former place of names, in tests/test_public.py",
+    "dropout": "the former place of names, in tests/test_public.py",
+}
 
 
 def name_of(path: Path) -> str:
@@ -40,10 +48,10 @@ def imported_names(path: Path) -> Iterator[str]:
             yield node.module or ""
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_only_paths_reads_the_environment(path: Path) -> None:
+def test_only_paths_reads_the_environment() -> None:
     hands_it_down = {"paths", "worker"}  # worker gives its own environment to the subprocess
-    assert name_of(path) in hands_it_down or not {"environ", "getenv"} & set(attributes_of_os(path))
+    reading = {name_of(path) for path in MODULES if {"environ", "getenv"} & set(attributes_of_os(path))}
+    assert reading - hands_it_down == set()
 
 
 def names_touched(path: Path) -> Iterator[str]:
@@ -55,10 +63,9 @@ def names_touched(path: Path) -> Iterator[str]:
             yield from (argument.value for argument in node.args if isinstance(argument, ast.Constant))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_only_one_module_touches_what_triton_keeps_private(path: Path) -> None:
-    touched = {*imported_names(path), *names_touched(path)} & PRIVATE_TO_TRITON
-    assert touched == set() or name_of(path) == "kernels/triton_private"
+def test_only_one_module_touches_what_triton_keeps_private() -> None:
+    touched = {name_of(path): {*imported_names(path), *names_touched(path)} & PRIVATE_TO_TRITON for path in MODULES}
+    assert [name for name, names in touched.items() if names] == ["kernels/triton_private"]
 
 
 def test_of_triton_itself_only_its_version_is_asked_elsewhere() -> None:
@@ -71,24 +78,34 @@ def test_of_triton_itself_only_its_version_is_asked_elsewhere() -> None:
     assert attributes == ["__version__"]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_module_stays_readable_in_one_sitting(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 600
+def test_a_module_stays_readable_in_one_sitting() -> None:
+    lengths = {name_of(path): len(path.read_text().splitlines()) for path in MODULES}
+    assert {name: lines for name, lines in lengths.items() if lines > MOST_LINES} == {}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_every_module_says_what_it_is_for(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text()))
+def test_every_module_says_what_it_is_for() -> None:
+    assert [name_of(path) for path in MODULES if not ast.get_docstring(ast.parse(path.read_text()))] == []
 
 
-@pytest.mark.parametrize(
-    "path",
-    sorted(path for path in TESTS.rglob("*.py") if "golden" not in path.parts),
-    ids=lambda path: path.relative_to(TESTS).as_posix(),
-)
-def test_no_test_module_is_imported(path: Path) -> None:
-    found = [name for name in imported_names(path) if name.rpartition(".")[2].startswith("test_")]
-    assert found == []
+def test_no_test_module_is_imported() -> None:
+    imported = {
+        path.relative_to(TESTS).as_posix(): [
+            name for name in imported_names(path) if name.rpartition(".")[2].startswith("test_")
+        ]
+        for path in TESTS.rglob("*.py")
+        if "golden" not in path.parts
+    }
+    assert {path: names for path, names in imported.items() if names} == {}
+
+
+def test_every_module_has_a_test_module_of_its_name_in_its_room() -> None:
+    modules = {name_of(path) for path in MODULES if path.name != "__init__.py"}
+    tested = {
+        path.relative_to(TESTS).with_name(path.name.removeprefix("test_")).with_suffix("").as_posix()
+        for path in TESTS.rglob("test_*.py")
+    }
+    lacking = {name for name in modules - tested if not name.startswith(BY_FEATURE)}
+    assert lacking == TESTED_ELSEWHERE.keys(), "name them here only with the reason"
 
 
 def test_the_import_contracts_hold(checkout: Path) -> None:

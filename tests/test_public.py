@@ -33,15 +33,6 @@ def test_exports_are_sorted_and_listed_by_dir() -> None:
     assert set(fa_autotune.__all__) <= set(dir(fa_autotune))
 
 
-def test_every_error_class_is_exported() -> None:
-    tree, frontier = set(), [fa_autotune.FaAutotuneError]
-    while frontier:
-        found = frontier.pop()
-        tree.add(found.__name__)
-        frontier += [kind for kind in found.__subclasses__() if kind.__module__ == "fa_autotune.errors"]
-    assert tree <= set(fa_autotune.__all__)
-
-
 def test_no_export_shares_a_modules_name() -> None:
     package = Path(fa_autotune.__file__).parent
     modules = {path.stem for path in package.glob("*.py")} | {path.name for path in package.iterdir() if path.is_dir()}
@@ -109,9 +100,3 @@ def test_the_former_place_of_a_name_has_no_others(place: str) -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'attentoin'"):
         _ = fa_autotune.attentoin
-
-
-def test_wrong_use_can_be_caught_as_the_builtin_that_it_refines() -> None:
-    assert issubclass(fa_autotune.InvalidProblemError, ValueError)
-    assert issubclass(fa_autotune.UnsupportedError, NotImplementedError)
-    assert issubclass(fa_autotune.NoKernelError, LookupError)

@@ -47,15 +47,21 @@ MIN_SAMPLED_ROWS = 16
 
 
 def verify(
-    kernel: Kernel, family: AttentionFamily, probe_list: Sequence[Probe], device: torch.device
+    kernel: Kernel, family: AttentionFamily, probe_list: Sequence[Probe], device: torch.device, *, repeated: bool = True
 ) -> AccuracyReport:
-    """Run a kernel on every probe, twice, and compare with the reference. Launch errors propagate."""
+    """Run a kernel on every probe and compare with the reference. Launch errors propagate.
+
+    `repeated`: false where launches can't differ, as in the interpreter, which runs the programs of a kernel one after
+    another; each probe is then launched once.
+    """
     worst = WorstErrors()
     for probe in probe_list:
         workload, expected = expected_of(family, probe, str(device))
-        first, *others = _launched(kernel, workload)
-        failures = [*first.damage(), *first.differences(others[0])]
-        for outputs in (first, *others) if family.unordered else (first,):
+        results = list(islice(_launched(kernel, workload), None if repeated else 1))
+        failures = list(results[0].damage())
+        if repeated:
+            failures += results[0].differences(results[1])
+        for outputs in results if family.unordered else results[:1]:
             for one, value in zip(expected, _results(workload, outputs.tensors), strict=True):
                 failures += one.failures(value, worst)
         name = f"{probe.shape.label}{' top-left' if probe.top_left else ''}"

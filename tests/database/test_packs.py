@@ -1,11 +1,8 @@
 """Packs: what travels between databases, and what no pack can smuggle in."""
 
 import json
-import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,9 +10,9 @@ from fa_autotune.database import SessionState, TuningDatabase
 from fa_autotune.errors import DatabaseError, InvalidPackError
 from fa_autotune.problem.device import KNOWN_DEVICES
 from fa_autotune.records import (
-    TrialRecord,
     TrialStatus,
 )
+from kit.database_files import edit, records, scalars
 from kit.tuning_samples import (
     H200,
     begin,
@@ -35,24 +32,6 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TuningD
 @pytest.fixture
 def pack(tmp_path: Path) -> Path:
     return write_pack(tmp_path)
-
-
-def records(database: TuningDatabase, **filters: Any) -> list[TrialRecord]:
-    return [trial.record for trial in database.trials(**filters)]
-
-
-def edit(path: Path, *statements: str, unchecked: bool = True) -> None:
-    """Change a file behind our back, past its CHECKs and types."""
-    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        if unchecked:
-            connection.execute("PRAGMA ignore_check_constraints = ON")
-        for statement in statements:
-            connection.execute(statement)
-
-
-def scalars(path: Path, statement: str) -> list[Any]:
-    with closing(sqlite3.connect(path)) as connection:
-        return [row[0] for row in connection.execute(statement)]
 
 
 class TestExchange:

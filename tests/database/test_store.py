@@ -23,6 +23,7 @@ from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import AccuracyReport, Measurement, Regime, ResourceReport, Role, TrialRecord, TrialStatus
 from fa_autotune.space.candidate import Candidate, CompileForm, Variant
 from fa_autotune.space.config import HopperWsBwdConfig
+from kit.database_files import records
 from kit.strategies import candidates, devices, fitting, shapes
 from kit.tuning_samples import (
     ACCURACY,
@@ -44,10 +45,6 @@ from kit.tuning_samples import (
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TuningDatabase]:
     with TuningDatabase(":memory:" if request.param == "memory" else tmp_path / "new" / "tuning.db") as opened:
         yield opened
-
-
-def records(database: TuningDatabase, **filters: Any) -> list[TrialRecord]:
-    return [trial.record for trial in database.trials(**filters)]
 
 
 class TestContract:

@@ -9,7 +9,6 @@ from fa_autotune.dispatch.decision import Origin, decide
 from fa_autotune.dispatch.winners import Snapshot, Source
 from fa_autotune.errors import NoKernelError, TemplateError, UnsupportedError
 from fa_autotune.problem.device import INTERPRETER, KNOWN_DEVICES, DeviceSpec
-from fa_autotune.problem.distance import shape_distance
 from fa_autotune.problem.family import Access
 from fa_autotune.problem.passes import SPLIT_BACKWARD, Pass
 from fa_autotune.problem.problem import AttentionProblem
@@ -316,12 +315,3 @@ def test_a_backward_is_served_by_winners_of_its_own_pass(kernel_pass: Pass) -> N
     assert choose(call, winner()).origin is Origin.DEFAULT
     assert choose(call, winner(), own).row == own
     assert choose(PROBLEM, winner(), own).row == winner()
-
-
-def test_dk_and_dv_are_near_where_their_keys_have_as_many_queries() -> None:
-    """Their programs own keys and loop over queries: as the forward does with the two exchanged."""
-    few, many = "4x8x8x512x4096x64", "4x8x8x8192x4096x64"
-    exchanged_few, exchanged_many = "4x8x8x4096x512x64", "4x8x8x4096x8192x64"
-    dkdv = [AttentionProblem.parse(f"{text},bwd_dkdv") for text in (few, many)]
-    forward = [AttentionProblem.parse(text) for text in (exchanged_few, exchanged_many)]
-    assert shape_distance(*dkdv, 132) == shape_distance(*forward, 132) > 0

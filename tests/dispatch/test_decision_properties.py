@@ -154,12 +154,6 @@ def test_nearest_of_a_tuned_problem_is_itself(problem: AttentionProblem, others:
 
 
 @given(served_everywhere(), served_everywhere())
-def test_distance_is_symmetric_and_zero_to_itself(first: AttentionProblem, second: AttentionProblem) -> None:
-    assert shape_distance(first, first, 132) == 0.0
-    assert shape_distance(first, second, 132) == shape_distance(second, first, 132) >= 0.0
-
-
-@given(served_everywhere(), served_everywhere())
 def test_two_problems_never_share_what_is_remembered(first: AttentionProblem, second: AttentionProblem) -> None:
     remembering = dispatcher(device=INTERPRETER)
     for problem in (first, second, first):

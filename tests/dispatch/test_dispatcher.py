@@ -7,7 +7,6 @@ import sys
 import threading
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import FrameType
@@ -16,7 +15,6 @@ import pytest
 
 from fa_autotune.dispatch.decision import Decision
 from fa_autotune.dispatch.dispatcher import MAX_REMEMBERED, Dispatcher
-from fa_autotune.dispatch.misses import MAX_PROBLEMS, MissLog
 from fa_autotune.dispatch.winners import Snapshot
 from fa_autotune.errors import NoKernelError
 from fa_autotune.problem.device import INTERPRETER
@@ -269,52 +267,7 @@ def test_flushed_misses_are_stored_and_forgotten() -> None:
     assert stored == [{PROBLEM: 1}]
 
 
-def test_misses_survive_a_store_that_fails() -> None:
-    def failing(misses: Mapping[AttentionProblem, int]) -> None:
-        raise OSError("read-only")
-
-    log = MissLog(failing, at_exit=lambda flush: None)
-    log.add(PROBLEM)
-    with pytest.raises(OSError, match="read-only"):
-        log.flush()
-    assert log.counts == {PROBLEM: 1}
-
-
 def test_interpreter_counts_no_misses() -> None:
     interpreting = dispatcher(device=INTERPRETER)
     interpreting.decide(PROBLEM)
     assert interpreting.misses == {}
-
-
-def test_failure_at_exit_is_told_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
-    def failing(misses: Mapping[AttentionProblem, int]) -> None:
-        raise OSError("read-only")
-
-    at_exit: list[Callable[[], None]] = []
-    log = MissLog(failing, at_exit=at_exit.append)
-    log.add(PROBLEM)
-    log.add(PROBLEM)
-    (flush,) = at_exit
-    with caplog.at_level(logging.INFO, "fa_autotune"):
-        flush()
-    assert "not recorded: read-only" in caplog.text
-
-
-def test_a_fork_stores_nothing_at_its_exit(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored: list[object] = []
-    at_exit: list[Callable[[], None]] = []
-    log = MissLog(stored.append, at_exit=at_exit.append)
-    log.add(PROBLEM)
-    monkeypatch.setattr("os.getpid", lambda: -1)
-    at_exit[0]()
-    assert not stored
-
-
-def test_misses_in_memory_are_bounded() -> None:
-    log = MissLog(lambda misses: None, at_exit=lambda flush: None)
-    for length in range(1, MAX_PROBLEMS + 10):
-        log.add(replace(PROBLEM, shape=replace(PROBLEM.shape, seqlen_k=length)))
-    assert len(log.counts) == MAX_PROBLEMS
-    first = next(iter(log.counts))
-    log.add(first)
-    assert (log.counts[first], len(log.counts)) == (2, MAX_PROBLEMS)

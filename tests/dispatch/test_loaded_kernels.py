@@ -1,16 +1,131 @@
-"""Which kernels are loaded, and when they may not be."""
+"""Kernels that a process has decided on: loaded once for each GPU, and never where that would break a capture."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from fa_autotune.dispatch import loaded_kernels
 from fa_autotune.dispatch.dispatcher import Dispatcher
-from fa_autotune.errors import LaunchError, NoKernelError
+from fa_autotune.dispatch.loaded_kernels import INTERPRETER_INDEX, device_index, dispatcher_of, flush_misses, kernel_for
+from fa_autotune.errors import InvalidProblemError, LaunchError, NoKernelError
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.space.candidate import Candidate
-from kit.winners import PORTABLE, PROBLEM, T4, dispatcher, winner
+from kit.winners import H100, H200, PORTABLE, PROBLEM, T4, TMA, dispatcher, winner
+
+Places = list[tuple[Candidate, str, int | None]]
+
+
+@pytest.fixture
+def placed(cold: None, monkeypatch: pytest.MonkeyPatch) -> Places:
+    """What is loaded, for which arch and on which GPU, in a cold process with two untuned GPUs and no capture."""
+    loaded: Places = []
+
+    def load(candidate: Candidate, *where: Any) -> object:
+        loaded.append((candidate, *where))
+        return object()
+
+    monkeypatch.setattr(loaded_kernels, "load_kernel", load)
+    monkeypatch.setattr(loaded_kernels, "_dispatchers", {0: dispatcher(), 1: dispatcher(device=H100)})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return loaded
+
+
+def test_a_kernel_is_loaded_once_on_each_gpu(placed: Places) -> None:
+    first, again, elsewhere = (kernel_for(PROBLEM, index) for index in (0, 0, 1))
+    assert first is again is not elsewhere
+    assert [(arch, index) for _, arch, index in placed] == [("sm_90", 0), ("sm_90", 1)]
+
+
+def test_problems_of_one_candidate_share_its_kernel(placed: Places) -> None:
+    longer = AttentionProblem.parse("4x32x8x8192x8192x128,causal")
+    assert kernel_for(PROBLEM, 0) is kernel_for(longer, 0)
+    assert len(placed) == 1
+
+
+def test_the_winner_is_what_is_loaded(placed: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = winner(config=TMA)
+    monkeypatch.setattr(loaded_kernels, "_dispatchers", {0: dispatcher(row)})
+    kernel_for(PROBLEM, 0)
+    assert [candidate for candidate, *_ in placed] == [row.candidate]
+
+
+def test_the_interpreter_loads_for_no_gpu(placed: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaded_kernels, "_dispatchers", {INTERPRETER_INDEX: dispatcher()})
+    kernel_for(PROBLEM, INTERPRETER_INDEX)
+    assert [index for *_, index in placed] == [None]
+
+
+@pytest.mark.parametrize(("ahead", "misses"), [(False, {PROBLEM: 1}), (True, {})])
+def test_what_may_never_run_is_no_miss(ahead: bool, misses: dict[AttentionProblem, int], placed: Places) -> None:
+    kernel_for(PROBLEM, 0, ahead=ahead)
+    assert dispatcher_of(0).misses == misses
+
+
+def test_misses_of_all_gpus_are_flushed(placed: Places) -> None:
+    for index in (0, 1):
+        kernel_for(PROBLEM, index)
+    assert (flush_misses(), flush_misses()) == (2, 0)
+
+
+def test_a_loaded_kernel_is_found_inside_a_capture_and_another_is_refused(
+    placed: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = kernel_for(PROBLEM, 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert kernel_for(PROBLEM, 0) is kernel
+    other = AttentionProblem.parse("1x2x2x64x64x64")
+    with pytest.raises(LaunchError, match=r"is not loaded and a CUDA-graph capture is under way; call\s.*warmup"):
+        kernel_for(other, 0)
+    assert len(placed) == 1
+
+
+def test_a_gpus_dispatcher_is_made_when_it_is_first_asked_for(cold: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(loaded_kernels, "live_device", lambda index: asked.append(index) or H200)
+    assert dispatcher_of(1) is dispatcher_of(1)
+    assert (asked, dispatcher_of(1).device) == ([1], H200)
+
+
+# --- which GPU is meant -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "index"), [("cuda:3", 3), (torch.device("cuda", 2), 2), (1, 1), (None, 0), ("cuda", 0)]
+)
+def test_a_gpu_is_named_in_any_of_torchs_ways(device: Any, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaded_kernels, "interpreting", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_index(device) == index
+
+
+def test_no_name_means_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaded_kernels, "interpreting", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    assert device_index(None) == 5
+
+
+def test_whatever_is_named_where_kernels_are_interpreted_is_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaded_kernels, "interpreting", lambda: True)
+    assert {device_index(device) for device in ("cuda:3", None, 0)} == {INTERPRETER_INDEX}
+
+
+@pytest.mark.parametrize(
+    ("device", "says"),
+    [
+        ("cpu", "device='cpu' is no GPU; kernels run on cuda devices"),
+        ("gpu", "device='gpu' is no device: .*; write it"),
+    ],
+)
+def test_what_is_no_gpu_is_refused(device: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaded_kernels, "interpreting", lambda: False)
+    with pytest.raises(InvalidProblemError, match=says):
+        device_index(device)
+
+
+# --- new lengths ------------------------------------------------------------------------------------------------------
 
 NEW_LENGTHS = [replace(PROBLEM, shape=replace(PROBLEM.shape, seqlen_k=n)) for n in range(3000, 4000, 7)]
 

@@ -1,6 +1,5 @@
 """Generated backward kernels against the reference, in Triton's interpreter: passes, variants, dtypes, masks, dims."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from fa_autotune.reference.attention import attention_gradients, attention_refer
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import VariantSpec, variant_spec
 from fa_autotune.space.seeds import default_config
+from kit.combinations import one_in, rest, slow
 from kit.scalar_functions import on_python_numbers
 from kit.strategies import PLAIN_VARIANTS
 
@@ -35,19 +35,6 @@ pytestmark = [
 CPU = torch.device("cpu")
 SMALL = {"BLOCK_M": 32, "BLOCK_N": 16, "num_warps": 2, "num_stages": 1}
 TILED = (Pass.BWD_DKDV, Pass.BWD_DQ)
-
-
-def some(quick: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """The quick values, and the others where slow tests are asked for."""
-    return [
-        *quick,
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            if isinstance(one, tuple)
-            else pytest.param(one, marks=pytest.mark.slow)
-            for one in others
-        ),
-    ]
 
 
 every_kernel = pytest.mark.parametrize(
@@ -94,7 +81,7 @@ def failures(
         block_n=getattr(config, "BLOCK_N", config.BLOCK_M),
         exact_lengths=getattr(config, "EXACT_LENGTHS", False),
     )
-    return verify(kernel, family, chosen, CPU).failures
+    return verify(kernel, family, chosen, CPU, repeated=False).failures
 
 
 def one_probe(seqlen_q: int = 37, seqlen_k: int = 41, *, group: int = 2, **probe: Any) -> list[Probe]:
@@ -105,9 +92,10 @@ def one_probe(seqlen_q: int = 37, seqlen_k: int = 41, *, group: int = 2, **probe
 # --- every probe ------------------------------------------------------------------------------------------------------
 
 
-@both_masks
-@every_kernel
-@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
+@pytest.mark.parametrize(
+    ("dtype", "causal", "kernel_pass", "variant"),
+    one_in(1, [DType.BFLOAT16, DType.FLOAT16], [False, True], TILED, PLAIN_VARIANTS, default=2),
+)
 def test_passes_every_probe(dtype: DType, kernel_pass: Pass, variant: Variant, causal: bool) -> None:
     assert failures(make_family(kernel_pass, dtype, causal=causal), variant) == ()
 
@@ -119,7 +107,7 @@ def test_delta_passes_every_probe(access: Access, dtype: DType) -> None:
 
 
 @pytest.mark.parametrize("kernel_pass", TILED)
-@pytest.mark.parametrize(("head_dim", "causal"), [(32, False), (32, True), (59, True)])
+@pytest.mark.parametrize(("head_dim", "causal"), [(59, True), *rest([(32, False), (32, True)])])
 def test_fp32_is_computed_in_ieee_precision(head_dim: int, kernel_pass: Pass, causal: bool) -> None:
     family = make_family(kernel_pass, DType.FLOAT32, head_dim, causal=causal)
     assert failures(family, HEAD_DIM_PIECE=32) == ()
@@ -132,7 +120,9 @@ def test_tensors_with_any_strides(kernel_pass: Pass, causal: bool) -> None:
 
 
 @both_masks
-@pytest.mark.parametrize(("head_dim", "head_dim_v", "exact"), [(32, 32, False), (24, 40, False), (32, 32, True)])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "exact"), [(32, 32, False), *rest([(24, 40, False), (32, 32, True)])]
+)
 def test_dk_and_dv_of_different_programs_are_the_same(
     head_dim: int, head_dim_v: int, exact: bool, causal: bool
 ) -> None:
@@ -140,17 +130,18 @@ def test_dk_and_dv_of_different_programs_are_the_same(
     assert failures(family, Variant.TMA, SPLIT_OUTPUTS=True, EXACT_LENGTHS=exact, HEAD_DIM_PIECE=16) == ()
 
 
-@both_masks
-@every_kernel
+KNOBS: list[dict[str, object]] = [
+    {"EXACT_LENGTHS": True},
+    {"BLOCK_M": 16, "BLOCK_N": 64, "HEADS_PER_GROUP": 1},
+    {"HEAD_DIM_PIECE": 16},
+    {"EXACT_LENGTHS": True, "BLOCK_M": 16, "BLOCK_N": 32, "HEAD_DIM_PIECE": 16},
+]
+
+
 @pytest.mark.parametrize(
-    "knobs",
-    [
-        {"EXACT_LENGTHS": True},
-        {"BLOCK_M": 16, "BLOCK_N": 64, "HEADS_PER_GROUP": 1},
-        {"HEAD_DIM_PIECE": 16},
-        {"EXACT_LENGTHS": True, "BLOCK_M": 16, "BLOCK_N": 32, "HEAD_DIM_PIECE": 16},
-    ],
-    ids=lambda knobs: "-".join(f"{name}={value}" for name, value in knobs.items()),
+    ("causal", "kernel_pass", "variant", "knobs"),
+    one_in(1, [False, True], TILED, PLAIN_VARIANTS, KNOBS, default=4),
+    ids=lambda value: "-".join(f"{name}={one}" for name, one in value.items()) if isinstance(value, dict) else None,
 )
 def test_every_structural_knob_keeps_the_result(
     knobs: dict[str, object], kernel_pass: Pass, variant: Variant, causal: bool
@@ -162,24 +153,24 @@ def test_every_structural_knob_keeps_the_result(
 
 
 @every_kernel
-@pytest.mark.parametrize("head_dim", some([16, 40, 128], [8, 64, 80, 96, 192, 256]))
+@pytest.mark.parametrize("head_dim", [40, *rest([16, 128]), *slow([8, 64, 80, 96, 192, 256])])
 def test_every_head_dim_of_whole_vectors(head_dim: int, kernel_pass: Pass, variant: Variant) -> None:
     assert failures(make_family(kernel_pass, head_dim=head_dim, causal=True), variant, one_probe()) == ()
 
 
 @pytest.mark.parametrize("kernel_pass", TILED)
-@pytest.mark.parametrize("head_dim", some([59], [9, 17, 33, 111, 129, 255]))
+@pytest.mark.parametrize("head_dim", [59, *slow([9, 17, 33, 111, 129, 255])])
 def test_every_odd_head_dim(head_dim: int, kernel_pass: Pass) -> None:
     assert failures(make_family(kernel_pass, head_dim=head_dim, causal=True), probe_list=one_probe()) == ()
 
 
-@pytest.mark.parametrize("head_dim", some([40, 59, 128], [8, 16, 96, 255, 256]))
+@pytest.mark.parametrize("head_dim", [40, 59, 128, *slow([8, 16, 96, 255, 256])])
 def test_delta_of_every_head_dim(head_dim: int) -> None:
     assert failures(make_family(Pass.BWD_DELTA, head_dim=head_dim), probe_list=one_probe()) == ()
 
 
 @every_kernel
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), some([(32, 80)], [(192, 128), (96, 16), (8, 256)]))
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(32, 80), *slow([(192, 128), (96, 16), (8, 256)])])
 def test_head_dim_v_may_differ(head_dim: int, head_dim_v: int, kernel_pass: Pass, variant: Variant) -> None:
     assert failures(make_family(kernel_pass, head_dim=head_dim, head_dim_v=head_dim_v), variant, one_probe()) == ()
 
@@ -188,21 +179,23 @@ def test_head_dim_v_may_differ(head_dim: int, head_dim_v: int, kernel_pass: Pass
 
 
 @every_kernel
-@pytest.mark.parametrize("seqlen_k", some([1, 17], [16, 64]))
-@pytest.mark.parametrize("seqlen_q", some([31, 64], [1, 32]))
+@pytest.mark.parametrize("seqlen_k", [17, *rest([1]), *slow([16, 64])])
+@pytest.mark.parametrize("seqlen_q", [31, *rest([64]), *slow([1, 32])])
 def test_causal_lengths_round_the_blocks(seqlen_q: int, seqlen_k: int, kernel_pass: Pass, variant: Variant) -> None:
     both = [*one_probe(seqlen_q, seqlen_k), *one_probe(seqlen_q, seqlen_k, top_left=True, seed=1)]
     assert failures(make_family(kernel_pass, causal=True), variant, both) == ()
 
 
 @every_kernel
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), some([(1, 40), (33, 17)], [(1, 1), (40, 1), (32, 16), (31, 15)]))
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"), [(33, 17), *rest([(1, 40)]), *slow([(1, 1), (40, 1), (32, 16), (31, 15)])]
+)
 def test_full_lengths_round_the_blocks(seqlen_q: int, seqlen_k: int, kernel_pass: Pass, variant: Variant) -> None:
     assert failures(make_family(kernel_pass), variant, one_probe(seqlen_q, seqlen_k)) == ()
 
 
 @every_kernel
-@pytest.mark.parametrize("group", some([3], [1, 8]))
+@pytest.mark.parametrize("group", [3, *slow([1, 8])])
 def test_heads_that_share_keys_are_summed(group: int, kernel_pass: Pass, variant: Variant) -> None:
     family = make_family(kernel_pass, causal=True)
     assert failures(family, variant, one_probe(group=group)) == ()
@@ -359,4 +352,4 @@ def test_the_default_is_right_on_a_ragged_call(spec: VariantSpec, head_dim: int)
     candidate = Candidate(family=family, variant=spec.variant, config=default_config(spec, family, "sm_90"))
     kernel = load_kernel(candidate, INTERPRETER.arch)
     shape = AttentionShape(batch_size=1, num_q_heads=2, num_kv_heads=1, seqlen_q=150, seqlen_k=170)
-    assert verify(kernel, family, [Probe(shape=shape)], CPU).failures == ()
+    assert verify(kernel, family, [Probe(shape=shape)], CPU, repeated=False).failures == ()

@@ -1,29 +1,27 @@
 """Kernels with features compile for the archs that they are written for, and pass the gates there."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import triton
 
-from fa_autotune.kernels.compiler import CompilePool, CompileResult
-from fa_autotune.kernels.gates import CompileRequest
-from fa_autotune.kernels.modules import write_module
-from fa_autotune.kernels.render import render
+from fa_autotune.kernels.compiler import CompileResult
 from fa_autotune.problem.device import KNOWN_DEVICES
 from fa_autotune.problem.family import Access, AttentionFamily, DType
 from fa_autotune.problem.passes import Pass
-from fa_autotune.records import TrialStatus
 from fa_autotune.space.candidate import Candidate, Variant
-from fa_autotune.space.registry import compile_form, supported_variants, variant_spec
+from fa_autotune.space.registry import supported_variants, variant_spec
 from fa_autotune.space.seeds import default_config, seed_configs
+from kit.combinations import rest, slow
+from kit.compile_candidates import CompileAll, stopped
 from kit.feature_families import FEATURES, TILED, make_family
 from kit.strategies import PLAIN_VARIANTS
 
 pytestmark = pytest.mark.kernel
 
 ARCHS = ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
-# The others compile where slow tests are asked for.
-QUICK = {("sm_80", "window softcap"), ("sm_90", "window"), ("sm_90", "window alibi sinks")}
+QUICK = [("sm_80", "window softcap"), ("sm_90", "window"), ("sm_90", "window alibi sinks")]
+ALL = [(arch, features) for arch in ARCHS for features in FEATURES]
 WIDE = ("sm_90", "sm_100")  # whose backward through descriptors takes what they have
 H200 = KNOWN_DEVICES["h200"]
 TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
@@ -31,30 +29,23 @@ Compile = Callable[[Sequence[Candidate], str], list[CompileResult]]
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
-    """Compile candidates side by side, in the shared memory that a default may take on an arch."""
-    folder = tmp_path_factory.mktemp("kernels")
+def compiled(compile_all: CompileAll) -> Compile:
+    """Compile candidates in the shared memory that a default may take on an arch."""
 
-    def limit(candidate: Candidate, arch: str) -> int:
-        takes_all = candidate.variant is Variant.HOPPER_WS or candidate.family.kernel_pass is not Pass.FWD
-        return H200.smem_optin_bytes if arch in WIDE and takes_all else 64 * 1024
+    def by_limit(candidates: Sequence[Candidate], arch: str) -> list[CompileResult]:
+        limits = [
+            H200.smem_optin_bytes
+            if arch in WIDE and (one.variant is Variant.HOPPER_WS or one.family.kernel_pass is not Pass.FWD)
+            else 64 * 1024
+            for one in candidates
+        ]
+        found: dict[Candidate, CompileResult] = {}
+        for limit in sorted(set(limits)):
+            some = [one for one, own in zip(candidates, limits, strict=True) if own == limit]
+            found.update(zip(some, compile_all(some, arch, limit), strict=True))
+        return [found[one] for one in candidates]
 
-    with CompilePool(2, deadline_s=240.0) as pool:
-
-        def compile_all(candidates: Sequence[Candidate], arch: str) -> list[CompileResult]:
-            requests = [
-                CompileRequest(
-                    module_path=write_module(render(candidate), folder),
-                    arch=arch,
-                    form=compile_form(candidate.family),
-                    variant=candidate.variant,
-                    smem_limit_bytes=limit(candidate, arch),
-                )
-                for candidate in candidates
-            ]
-            return [future.result() for future in map(pool.submit, requests)]
-
-        yield compile_all
+    return by_limit
 
 
 def families_of(features: str, arch: str) -> list[AttentionFamily]:
@@ -68,10 +59,7 @@ def families_of(features: str, arch: str) -> list[AttentionFamily]:
 
 @pytest.mark.parametrize(
     ("arch", "features"),
-    [
-        pair if pair in QUICK else pytest.param(*pair, marks=pytest.mark.slow)
-        for pair in ((arch, features) for arch in ARCHS for features in FEATURES)
-    ],
+    [*rest(QUICK), *slow(pair for pair in ALL if pair not in QUICK)],
 )
 def test_defaults_compile_and_pass_all_gates(arch: str, features: str, compiled: Compile) -> None:
     candidates = [
@@ -79,12 +67,7 @@ def test_defaults_compile_and_pass_all_gates(arch: str, features: str, compiled:
         for family in families_of(features, arch)
         for spec in supported_variants(family, arch, TRITON_VERSION)  # type: ignore[arg-type]
     ]
-    failed = {
-        f"{candidate.family.label} {candidate.variant}": (result.status.value, result.gate, result.error)
-        for candidate, result in zip(candidates, compiled(candidates, arch), strict=True)
-        if result.status is not TrialStatus.OK
-    }
-    assert failed == {}
+    assert stopped(candidates, compiled(candidates, arch)) == {}
 
 
 @pytest.mark.slow

@@ -46,10 +46,12 @@ def failures(family: AttentionFamily, variant: Variant = Variant.PORTABLE, **kno
     kernel = make_kernel(family, variant, **knobs)
     config: Any = kernel.candidate.config
     chosen = probes(family, block_m=config.BLOCK_M, block_n=config.BLOCK_N, exact_lengths=config.EXACT_LENGTHS)
-    return verify(kernel, family, chosen, CPU).failures
+    return verify(kernel, family, chosen, CPU, repeated=False).failures
 
 
-@pytest.mark.parametrize(("kernel_pass", "variant", "features"), one_in(2, TILED, PLAIN_VARIANTS, EVERY_FEATURE))
+@pytest.mark.parametrize(
+    ("kernel_pass", "variant", "features"), one_in(2, TILED, PLAIN_VARIANTS, EVERY_FEATURE, default=6)
+)
 @pytest.mark.kernel
 def test_passes_every_probe(kernel_pass: Pass, variant: Variant, features: str) -> None:
     assert failures(make_family(kernel_pass, features), variant) == ()
@@ -62,13 +64,14 @@ KNOBS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("knobs", "kernel_pass", "variant", "features"), one_in(5, KNOBS, TILED, PLAIN_VARIANTS, MOST_FEATURES)
+    ("knobs", "kernel_pass", "variant", "features"),
+    one_in(5, KNOBS, TILED, PLAIN_VARIANTS, MOST_FEATURES, default=15),
 )
 def test_every_structural_knob_keeps_the_result(knobs: str, kernel_pass: Pass, variant: Variant, features: str) -> None:
     assert failures(make_family(kernel_pass, features), variant, **KNOBS[knobs]) == ()
 
 
-@pytest.mark.parametrize(("exact", "features"), one_in(2, [False, True], MOST_FEATURES))
+@pytest.mark.parametrize(("exact", "features"), one_in(2, [False, True], MOST_FEATURES, default=6))
 def test_dk_and_dv_of_different_programs_are_the_same(exact: bool, features: str) -> None:
     family = make_family(Pass.BWD_DKDV, features, head_dim=24, head_dim_v=40)
     assert failures(family, Variant.TMA, SPLIT_OUTPUTS=True, EXACT_LENGTHS=exact, HEAD_DIM_PIECE=16) == ()
@@ -80,12 +83,12 @@ FORWARD_KNOBS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("knobs", "features"), one_in(2, FORWARD_KNOBS, MOST_FEATURES))
+@pytest.mark.parametrize(("knobs", "features"), one_in(2, FORWARD_KNOBS, MOST_FEATURES, default=6))
 def test_every_knob_of_the_forward_keeps_the_result(knobs: str, features: str) -> None:
     assert failures(make_family(Pass.FWD, features), Variant.TMA, **FORWARD_KNOBS[knobs]) == ()
 
 
-every_third = pytest.mark.parametrize(("kernel_pass", "features"), one_in(3, TILED, MOST_FEATURES))
+every_third = pytest.mark.parametrize(("kernel_pass", "features"), one_in(3, TILED, MOST_FEATURES, default=9))
 
 
 @every_third

@@ -15,7 +15,7 @@ from fa_autotune.problem.problem import AttentionShape
 from fa_autotune.reference.attention import attention_reference, seeded_inputs
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.config import KernelConfig, PortableFwdConfig, TmaFwdConfig
-from kit.combinations import one_in
+from kit.combinations import one_in, rest
 from kit.scalar_functions import on_python_numbers
 from kit.strategies import PLAIN_VARIANTS
 
@@ -66,7 +66,7 @@ def failures(
     chosen = probe_list or probes(
         family, block_m=config.BLOCK_M, block_n=config.BLOCK_N, exact_lengths=config.EXACT_LENGTHS
     )
-    return verify(kernel, family, chosen, CPU).failures
+    return verify(kernel, family, chosen, CPU, repeated=False).failures
 
 
 def one_probe(seqlen_q: int = 37, seqlen_k: int = 41, **probe: object) -> list[Probe]:
@@ -100,7 +100,7 @@ KNOBS: list[dict[str, object]] = [
 
 @pytest.mark.parametrize(
     ("causal", "variant", "knobs"),
-    one_in(2, [False, True], PLAIN_VARIANTS, KNOBS),
+    one_in(2, [False, True], PLAIN_VARIANTS, KNOBS, default=4),
     ids=lambda value: "-".join(f"{name}={one}" for name, one in value.items()) if isinstance(value, dict) else None,
 )
 def test_every_structural_knob_keeps_the_result(knobs: dict[str, object], variant: Variant, causal: bool) -> None:
@@ -113,18 +113,19 @@ def test_storing_through_pointers_keeps_the_result(causal: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "head_dim"), one_in(2, PLAIN_VARIANTS, [8, 16, 24, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256])
+    ("variant", "head_dim"),
+    one_in(2, PLAIN_VARIANTS, [8, 16, 24, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256], default=6),
 )
 def test_every_head_dim_of_whole_vectors(variant: Variant, head_dim: int) -> None:
     assert failures(make_family(head_dim=head_dim, causal=True), variant, one_probe()) == ()
 
 
-@pytest.mark.parametrize("head_dim", [9, 15, 17, 31, 33, 59, 63, 65, 97, 111, 127, 129, 193, 255])
+@pytest.mark.parametrize("head_dim", [9, 59, 129, *rest([15, 17, 31, 33, 63, 65, 97, 111, 127, 193, 255])])
 def test_every_odd_head_dim(head_dim: int) -> None:
     assert failures(make_family(head_dim=head_dim, causal=True), Variant.PORTABLE, one_probe()) == ()
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (32, 80), (96, 16), (8, 256)])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), *rest([(32, 80), (96, 16), (8, 256)])])
 @pytest.mark.parametrize("variant", PLAIN_VARIANTS)
 def test_head_dim_v_may_differ(variant: Variant, head_dim: int, head_dim_v: int) -> None:
     assert failures(make_family(head_dim=head_dim, head_dim_v=head_dim_v), variant, one_probe()) == ()
@@ -135,9 +136,10 @@ def test_tensors_with_any_strides(causal: bool) -> None:
     assert failures(make_family(causal=causal, access=Access.ANY), Variant.PORTABLE) == ()
 
 
-@pytest.mark.parametrize("seqlen_k", [1, 2, 15, 16, 17, 64])
-@pytest.mark.parametrize("seqlen_q", [1, 31, 32, 33, 64])
-@pytest.mark.parametrize("variant", PLAIN_VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "seqlen_q", "seqlen_k"),
+    one_in(1, PLAIN_VARIANTS, [1, 31, 32, 33, 64], [1, 2, 15, 16, 17, 64], default=5),
+)
 def test_causal_lengths_round_the_blocks(variant: Variant, seqlen_q: int, seqlen_k: int) -> None:
     both = [*one_probe(seqlen_q, seqlen_k), *one_probe(seqlen_q, seqlen_k, top_left=True, seed=1)]
     assert failures(make_family(causal=True), variant, both) == ()
@@ -164,20 +166,6 @@ def test_a_late_first_visible_key_leaves_no_nan(variant: Variant) -> None:
     """Rows of one block whose first visible key lies in a later key block: their running maximum starts at −inf."""
     family = make_family(causal=True)
     assert failures(family, variant, one_probe(64, 20), BLOCK_M=64, BLOCK_N=16) == ()
-
-
-def test_the_interpreter_rounds_bfloat16_to_nearest_even() -> None:
-    """One key: the output is that value row, and the cast of exact values must not change them."""
-    family = make_family()
-    q, k, _ = (torch.ones(1, 1, rows, 32, dtype=torch.bfloat16) for rows in (1, 2, 2))
-    low, high = torch.tensor(1.0), torch.tensor(1.0078125)  # neighbours in bfloat16; their mean is a tie, to even
-    v = torch.stack([low.expand(32), high.expand(32)]).to(torch.bfloat16)[None, None]
-    out, lse = torch.empty_like(q), torch.empty(1, 1, 1)
-    make_kernel(family, Variant.PORTABLE)(q, k, v, out, lse, 1.0, None)
-    assert out.float().unique().tolist() == [1.0]
-    v = torch.stack([high.expand(32), (high + 0.0078125).expand(32)]).to(torch.bfloat16)[None, None]
-    make_kernel(family, Variant.PORTABLE)(q, k, v, out, lse, 1.0, None)
-    assert out.float().unique().tolist() == [1.015625]
 
 
 @pytest.mark.parametrize("variant", PLAIN_VARIANTS)

@@ -1,26 +1,25 @@
 """The fused backward compiles for sm_90 without a spill in its loops, and its products stay asynchronous."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fa_autotune.kernels.compiler import CompilePool, CompileResult, compile_environ, resource_report
-from fa_autotune.kernels.gates import GATES, CompileRequest
-from fa_autotune.kernels.modules import write_module
-from fa_autotune.kernels.render import render
+from fa_autotune.kernels.compiler import CompileResult, compile_environ, resource_report
+from fa_autotune.kernels.gates import GATES
 from fa_autotune.problem.device import KNOWN_DEVICES
 from fa_autotune.problem.family import AttentionFamily, DType
 from fa_autotune.problem.passes import Pass
 from fa_autotune.records import TrialStatus
-from fa_autotune.space.candidate import Candidate, CompileForm, Variant
+from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.estimates import BARRIER_BYTES, WIDE_BARRIER_BYTES, fused_smem_bytes
 from fa_autotune.space.registry import KnobValue, VariantSpec, variant_spec
 from fa_autotune.space.seeds import default_config
 from fa_autotune.space.support import GLUON_TRITONS
 from fa_autotune.space.workspace import is_wide
 from fa_autotune.worker import WorkerPool
+from kit.compile_candidates import CompileAll, request_of
 from kit.compile_jobs import compiled_text
 
 pytestmark = pytest.mark.kernel
@@ -63,23 +62,9 @@ def spec_of(family: AttentionFamily) -> VariantSpec:
     return variant_spec(Pass.BWD_FUSED, Variant.HOPPER_WIDE if is_wide(family) else Variant.HOPPER_WS)
 
 
-def request_of(candidate: Candidate, folder: Path) -> CompileRequest:
-    return CompileRequest(
-        module_path=write_module(render(candidate), folder),
-        arch="sm_90",
-        form=CompileForm.ALIGNED,
-        variant=candidate.variant,
-        smem_limit_bytes=H200.smem_optin_bytes,
-    )
-
-
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
-    folder = tmp_path_factory.mktemp("kernels")
-    with CompilePool(2, deadline_s=240.0) as pool:
-        yield lambda candidates: [
-            future.result() for future in [pool.submit(request_of(candidate, folder)) for candidate in candidates]
-        ]
+def compiled(compile_all: CompileAll) -> Compile:
+    return lambda candidates: compile_all(candidates, "sm_90", H200.smem_optin_bytes)
 
 
 def failed(candidates: Sequence[Candidate], results: Sequence[CompileResult]) -> dict[str, object]:
@@ -120,8 +105,16 @@ QUICK = [
 ]
 
 
-def test_it_compiles_and_passes_the_gates(compiled: Compile) -> None:
-    assert failed(QUICK, compiled(QUICK)) == {}
+@pytest.mark.parametrize(
+    "some",
+    [
+        [QUICK[0], QUICK[12], QUICK[18]],
+        pytest.param([*QUICK[1:12], *QUICK[13:18]], marks=pytest.mark.rest),
+    ],
+    ids=["", "more"],
+)
+def test_it_compiles_and_passes_the_gates(some: list[Candidate], compiled: Compile) -> None:
+    assert failed(some, compiled(some)) == {}
 
 
 @pytest.mark.slow
@@ -181,8 +174,9 @@ def test_the_space_of_features_passes_the_gates(head_dim: int, features: str, dt
     assert failed(candidates, compiled(candidates)) == {}
 
 
+@pytest.mark.rest
 def test_a_kernel_that_adds_dq_up_in_another_way_is_stopped(tmp_path: Path) -> None:
-    request = request_of(make_candidate(64, EXACT_LENGTHS=True), tmp_path)
+    request = request_of(make_candidate(64, EXACT_LENGTHS=True), tmp_path, "sm_90", H200.smem_optin_bytes)
     with WorkerPool(1, name="compile", environ=compile_environ()) as workers:
         text = workers.submit(compiled_text, request.module_path, deadline_s=240.0).result()
     resources = resource_report(text, 0.0)

@@ -95,6 +95,7 @@ IMPLIED = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("text", "implied"),
     [("1x1x1x260x260x256,causal,bwd_fused", IMPLIED), ("1x1x1x260x260x128,causal,bwd_fused", set())],

@@ -1,7 +1,5 @@
 """The fused backward of packed sequences, and the kernels beside it, compile for sm_90 without a spill in a loop."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from fa_autotune.problem.device import KNOWN_DEVICES
@@ -12,7 +10,7 @@ from fa_autotune.space.config import FusedConfig
 from fa_autotune.space.estimates import fused_smem_bytes
 from fa_autotune.space.registry import supported_variants
 from fa_autotune.space.seeds import seed_configs
-from kit.compile_candidates import CompileAll, compiling
+from kit.compile_candidates import CompileAll
 
 pytestmark = pytest.mark.kernel
 
@@ -26,16 +24,12 @@ WORDS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def compile_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompileAll]:
-    with compiling(tmp_path_factory) as compile_candidates:
-        yield compile_candidates
-
-
 @pytest.mark.parametrize(
     "words",
     [
-        ["128,causal,bwd_fused", "64,causal,bwd_preprocess", "128,causal,left=1,bwd_postprocess"],
+        pytest.param(
+            ["128,causal,bwd_fused", "64,causal,bwd_preprocess", "128,causal,left=1,bwd_postprocess"], id="few"
+        ),
         pytest.param(WORDS, marks=pytest.mark.slow, id="many"),
     ],
 )

@@ -16,6 +16,7 @@ from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.config import Schedule
 from fa_autotune.space.registry import KnobValue, variant_spec
+from kit.combinations import one_in
 from kit.gluon_emulator import Emulator
 from kit.sabotage import Sabotage, render_with, without
 
@@ -31,6 +32,13 @@ KERNELS: list[tuple[Schedule, dict[str, KnobValue]]] = [
     (Schedule.PIPELINED, {}),
     (Schedule.PIPELINED, {"PING_PONG": True, "num_stages": 3}),
 ]
+
+
+def words_alone(value: object) -> str | None:
+    """Names a parameter where it is a text, and leaves the others to pytest."""
+    return value if isinstance(value, str) else None
+
+
 every_kernel = pytest.mark.parametrize(
     ("schedule", "knobs"), KERNELS, ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value)
 )
@@ -67,15 +75,19 @@ def failures(tmp_path: Path) -> Failures:
     return emulate
 
 
-@every_kernel
-@pytest.mark.parametrize("top_left", [False, True], ids=["bottom-right", "top-left"])
+CAUSAL = [
+    *("1x4x2x150x200x128,causal", "2x2x2x200x70x64,fp16,causal"),
+    *("1x2x1x300x420x96x40,causal", "1x1x1x1x1x64,causal"),
+]
+
+
 @pytest.mark.parametrize(
-    "text",
-    ["1x4x2x150x200x128,causal", "2x2x2x200x70x64,fp16,causal", "1x2x1x300x420x96x40,causal", "1x1x1x1x1x64,causal"],
+    ("kernel", "top_left", "text"), one_in(1, KERNELS, [False, True], CAUSAL, default=2), ids=words_alone
 )
 def test_causal_rows(
-    text: str, top_left: bool, schedule: Schedule, knobs: dict[str, KnobValue], failures: Failures
+    text: str, top_left: bool, kernel: tuple[Schedule, dict[str, KnobValue]], failures: Failures
 ) -> None:
+    schedule, knobs = kernel
     assert failures(text, schedule, top_left=top_left, **knobs) == ()
 
 
@@ -85,26 +97,25 @@ def test_full_rows(text: str, schedule: Schedule, knobs: dict[str, KnobValue], f
     assert failures(text, schedule, **knobs) == ()
 
 
-@every_kernel
-@pytest.mark.parametrize("top_left", [False, True], ids=["bottom-right", "top-left"])
+FEATURES = [
+    "1x4x2x150x300x128,causal,left=70",
+    "1x2x1x420x300x64,left=200,right=90",
+    "2x2x2x65x500x96x40,fp16,left=130",
+    "1x2x2x200x200x64,causal,softcap",
+    "1x4x2x100x150x128,fp16,causal,sinks",
+    "1x2x1x300x130x64,left=3,right=1,softcap,sinks",
+    "1x2x1x70x65x64,softcap,sinks",
+    "1x4x2x150x200x128,causal,alibi",
+    "2x2x1x100x333x64,alibi,sinks",
+    "1x2x2x300x560x64,fp16,left=250,right=100,alibi,softcap",
+]
+
+
 @pytest.mark.parametrize(
-    "text",
-    [
-        "1x4x2x150x300x128,causal,left=70",
-        "1x2x1x420x300x64,left=200,right=90",
-        "2x2x2x65x500x96x40,fp16,left=130",
-        "1x2x2x200x200x64,causal,softcap",
-        "1x4x2x100x150x128,fp16,causal,sinks",
-        "1x2x1x300x130x64,left=3,right=1,softcap,sinks",
-        "1x2x1x70x65x64,softcap,sinks",
-        "1x4x2x150x200x128,causal,alibi",
-        "2x2x1x100x333x64,alibi,sinks",
-        "1x2x2x300x560x64,fp16,left=250,right=100,alibi,softcap",
-    ],
+    ("kernel", "top_left", "text"), one_in(1, KERNELS, [False, True], FEATURES, default=3), ids=words_alone
 )
-def test_features(
-    text: str, top_left: bool, schedule: Schedule, knobs: dict[str, KnobValue], failures: Failures
-) -> None:
+def test_features(text: str, top_left: bool, kernel: tuple[Schedule, dict[str, KnobValue]], failures: Failures) -> None:
+    schedule, knobs = kernel
     assert failures(text, schedule, top_left=top_left, **knobs) == ()
 
 
@@ -124,6 +135,7 @@ NEXT = {"mbarrier.wait(announced.index(slot), phase)", "mbarrier.wait(taken.inde
 TURN = "take_turn(WARPGROUP)  # that the last warpgroup passed on"
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("kernel", "implied"),
     [

@@ -14,6 +14,7 @@ from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.config import Schedule
 from fa_autotune.space.registry import KnobValue, variant_spec
+from kit.combinations import one_in, slow
 from kit.gluon_emulator import Emulator
 
 SPEC = variant_spec(Pass.FWD, Variant.HOPPER_WS)
@@ -25,21 +26,18 @@ KERNELS: list[tuple[Schedule, dict[str, KnobValue]]] = [
 ]
 
 
+WORDS = ["", "causal,left=9,softcap,alibi,sinks", "causal,dropout", *slow(["causal", "left=9", "sinks"])]
+
+
 @pytest.mark.parametrize(
-    "words",
-    [
-        "",
-        "causal,left=9,softcap,alibi,sinks",
-        "causal,dropout",
-        *(pytest.param(words, marks=pytest.mark.slow) for words in ("causal", "left=9", "sinks")),
-    ],
+    ("kernel", "words"), one_in(1, KERNELS, WORDS, default=3), ids=lambda value: value if isinstance(value, str) else ""
 )
-@pytest.mark.parametrize(("schedule", "knobs"), KERNELS, ids=lambda value: str(value) if isinstance(value, str) else "")
-def test_passes_every_probe(schedule: Schedule, knobs: dict[str, KnobValue], words: str, tmp_path: Path) -> None:
+def test_passes_every_probe(kernel: tuple[Schedule, dict[str, KnobValue]], words: str, tmp_path: Path) -> None:
     """Ragged and empty sequences, rows and keys of none, NaN in what no row sees, and in what others see."""
+    schedule, knobs = kernel
     family = AttentionProblem.parse(f"1x2x1x64x64x16,varlen{words and ','}{words}").family
     config = SPEC.config(SCHEDULE=schedule, **{"CONSUMERS": 2, "BLOCK_N": 64, **knobs})
     candidate = Candidate(family=family, variant=Variant.HOPPER_WS, config=config)
-    kernel = Emulator(load_module(write_module(render(candidate), tmp_path)))
+    emulated = Emulator(load_module(write_module(render(candidate), tmp_path)))
     probe_list = probes(family, block_m=config.BLOCK_M, block_n=config.BLOCK_N, exact_lengths=False)
-    assert verify(kernel, family, probe_list, torch.device("cpu")).failures == ()
+    assert verify(emulated, family, probe_list, torch.device("cpu")).failures == ()

@@ -19,7 +19,6 @@ from hypothesis import given, settings
 
 from fa_autotune.errors import InvalidConfigError, InvalidProblemError, TemplateError
 from fa_autotune.kernels import render as render_module
-from fa_autotune.kernels.pieces import pieces
 from fa_autotune.kernels.render import DIGEST_CHARACTERS, KernelSource, render
 from fa_autotune.paths import templates_dir
 from fa_autotune.problem.device import KNOWN_DEVICES
@@ -27,7 +26,6 @@ from fa_autotune.problem.family import Access, AttentionFamily, DType, strongest
 from fa_autotune.problem.passes import Pass
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.config import BwdDeltaConfig, Schedule, TmaFwdConfig
-from fa_autotune.space.estimates import head_dim_pieces
 from fa_autotune.space.registry import VARIANTS, VariantSpec, variant_spec
 from kit.strategies import candidates
 
@@ -557,16 +555,6 @@ def test_a_register_cap_is_a_launch_option_only_where_it_is_set() -> None:
     with_cap, without = (render(make_candidate(Variant.TMA, maxnreg=maxnreg)).text for maxnreg in (128, None))
     assert ('"maxnreg": 128' in with_cap, "maxnreg" in body_of(render(make_candidate(Variant.TMA)))) == (True, False)
     assert with_cap != without
-
-
-@pytest.mark.parametrize("head_dim", [8, 16, 59, 64, 96, 192, 255, 256])
-def test_pieces_cover_every_column_once(head_dim: int) -> None:
-    covered = [column for piece in pieces(head_dim, 64) for column in range(piece.start, piece.end)]
-    assert covered == list(range(head_dim))
-
-
-def test_pieces_are_as_wide_as_the_constraints_count_them() -> None:
-    assert [piece.width for piece in pieces(96, 256)] == list(head_dim_pieces(96, 256)) == [64, 32]
 
 
 # --- what reaches a template ------------------------------------------------------------------------------------------

@@ -1,20 +1,19 @@
 """Every template compiles for every arch that its variant supports, and passes the gates there."""
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from dataclasses import replace
 
 import pytest
 import triton
 
-from fa_autotune.kernels.compiler import CompileResult
 from fa_autotune.problem.device import KNOWN_DEVICES
 from fa_autotune.problem.family import Access, AttentionFamily, DType
-from fa_autotune.problem.passes import Pass
+from fa_autotune.problem.passes import KEYLESS_PASSES, Pass
 from fa_autotune.records import TrialStatus
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import VARIANTS, VariantSpec, supported_variants, variant_spec
 from fa_autotune.space.seeds import default_config, seed_configs
-from kit.compile_candidates import compiling
+from kit.combinations import rest, slow
+from kit.compile_candidates import CompileAll, stopped
 
 pytestmark = pytest.mark.kernel
 
@@ -24,7 +23,6 @@ SMALLEST_SMEM_BYTES = 64 * 1024  # a default must fit it anywhere
 H200 = KNOWN_DEVICES["h200"]
 TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 FORWARD_VARIANTS = [spec.variant for spec in VARIANTS if spec.kernel_pass is Pass.FWD]
-Compile = Callable[[Sequence[Candidate], str, int], list[CompileResult]]
 
 
 def make_family(
@@ -61,16 +59,55 @@ def variants_of(family: AttentionFamily, arch: str) -> list[VariantSpec]:
     return supported_variants(family, arch, TRITON_VERSION)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
-    with compiling(tmp_path_factory) as compile_all:
-        yield compile_all
+def plain_family(spec: VariantSpec, arch: str) -> AttentionFamily:
+    """A family of a variant's pass that it serves where it serves any."""
+    head_dim = 256 if spec.variant is Variant.HOPPER_WIDE else 64
+    family = make_family(head_dim, dtype=DType.FLOAT16 if arch == "sm_75" else DType.BFLOAT16)
+    return replace(family, kernel_pass=spec.kernel_pass, bounded_right=spec.kernel_pass not in KEYLESS_PASSES)
 
 
-@pytest.mark.parametrize(
-    "arch", [pytest.param(arch, marks=pytest.mark.slow) if arch in LIKE_SM_80 else arch for arch in ARCHS]
-)
-def test_defaults_compile_and_pass_all_gates_in_64_kb(arch: str, compiled: Compile) -> None:
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_template_compiles_for_every_arch_that_it_serves(arch: str, compile_all: CompileAll) -> None:
+    """And passes the gates, in 64 KB of shared memory where it is written for GPUs that have no more."""
+    large, small = [], []
+    for spec in VARIANTS:
+        family = plain_family(spec, arch)
+        if spec.supports(family, arch, TRITON_VERSION) is None:  # type: ignore[arg-type]
+            candidate = Candidate(family=family, variant=spec.variant, config=default_config(spec, family, arch))
+            by_descriptors = spec.variant is Variant.TMA and spec.kernel_pass is not Pass.FWD
+            (large if spec.variant.is_gluon or by_descriptors else small).append(candidate)
+    assert stopped(large, compile_all(large, arch, H200.smem_optin_bytes)) == {}
+    assert stopped(small, compile_all(small, arch, SMALLEST_SMEM_BYTES)) == {}
+
+
+def test_the_archs_have_the_variants_that_are_written_for_them() -> None:
+    """So that a variant which supports nothing could not pass the test above."""
+    hopper, descriptors, everywhere = {"sm_90"}, {"sm_90", "sm_100"}, set(ARCHS)
+    assert {
+        (spec.kernel_pass, spec.variant): {
+            arch
+            for arch in ARCHS
+            if spec.supports(plain_family(spec, arch), arch, TRITON_VERSION) is None  # type: ignore[arg-type]
+        }
+        for spec in VARIANTS
+    } == {
+        (Pass.FWD, Variant.PORTABLE): everywhere,
+        (Pass.FWD, Variant.TMA): {*descriptors, "sm_120"},
+        (Pass.FWD, Variant.HOPPER_WS): hopper,
+        (Pass.BWD_DELTA, Variant.PORTABLE): everywhere,
+        (Pass.BWD_DKDV, Variant.PORTABLE): everywhere,
+        (Pass.BWD_DKDV, Variant.TMA): descriptors,
+        (Pass.BWD_DQ, Variant.PORTABLE): everywhere,
+        (Pass.BWD_DQ, Variant.TMA): descriptors,
+        (Pass.BWD_PREPROCESS, Variant.PORTABLE): hopper,
+        (Pass.BWD_FUSED, Variant.HOPPER_WS): hopper,
+        (Pass.BWD_FUSED, Variant.HOPPER_WIDE): hopper,
+        (Pass.BWD_POSTPROCESS, Variant.PORTABLE): hopper,
+    }
+
+
+@pytest.mark.parametrize("arch", [*rest(arch for arch in ARCHS if arch not in LIKE_SM_80), *slow(LIKE_SM_80)])
+def test_defaults_compile_and_pass_all_gates_in_64_kb(arch: str, compile_all: CompileAll) -> None:
     candidates = [
         Candidate(family=family, variant=spec.variant, config=default_config(spec, family, arch))
         for family in make_families(arch)
@@ -78,66 +115,52 @@ def test_defaults_compile_and_pass_all_gates_in_64_kb(arch: str, compiled: Compi
     ]
     hopper = [candidate for candidate in candidates if candidate.variant.is_gluon]  # for what sm_90 has
     others = [candidate for candidate in candidates if not candidate.variant.is_gluon]
-    results = [*compiled(hopper, arch, H200.smem_optin_bytes), *compiled(others, arch, SMALLEST_SMEM_BYTES)]
-    failed = {
-        f"{candidate.family.label} {candidate.variant}": (result.status.value, result.gate, result.error)
-        for candidate, result in zip([*hopper, *others], results, strict=True)
-        if result.status is not TrialStatus.OK
-    }
-    assert failed == {}
+    assert stopped(hopper, compile_all(hopper, arch, H200.smem_optin_bytes)) == {}
+    assert stopped(others, compile_all(others, arch, SMALLEST_SMEM_BYTES)) == {}
 
 
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "gfx942"])
-def test_the_fp32_default_compiles_and_passes_all_gates(arch: str, compiled: Compile) -> None:
+@pytest.mark.parametrize("arch", ["sm_90", *rest(["sm_75", "sm_80", "gfx942"])])
+def test_the_fp32_default_compiles_and_passes_all_gates(arch: str, compile_all: CompileAll) -> None:
     family = make_family(64, causal=True, dtype=DType.FLOAT32)
     config = default_config(variant_spec(Pass.FWD, Variant.PORTABLE), family, arch)
     candidate = Candidate(family=family, variant=Variant.PORTABLE, config=config)
-    (result,) = compiled([candidate], arch, SMALLEST_SMEM_BYTES)
+    (result,) = compile_all([candidate], arch, SMALLEST_SMEM_BYTES)
     assert (result.status, result.error) == (TrialStatus.OK, None)
-
-
-def test_the_archs_have_the_variants_that_are_written_for_them() -> None:
-    """So that a variant which supports nothing could not pass the tests above."""
-    family = make_family(64, dtype=DType.FLOAT16)
-    serving = {
-        variant: {arch for arch in ARCHS if variant in {spec.variant for spec in variants_of(family, arch)}}
-        for variant in FORWARD_VARIANTS
-    }
-    assert serving == {
-        Variant.PORTABLE: set(ARCHS),
-        Variant.TMA: {"sm_90", "sm_100", "sm_120"},
-        Variant.HOPPER_WS: {"sm_90"},
-    }
 
 
 @pytest.mark.parametrize(
     ("variant", "causal", "head_dim"),
     [
-        pytest.param(variant, causal, head_dim, marks=[pytest.mark.slow] if (head_dim == 64) == causal else [])
-        for variant, causal, head_dim in product(FORWARD_VARIANTS, (False, True), (64, 128))
+        one
+        for variant in FORWARD_VARIANTS
+        for one in (
+            *rest([(variant, False, 64), (variant, True, 128)]),
+            *slow([(variant, True, 64), (variant, False, 128)]),
+        )
     ],
 )
 def test_seeds_for_hopper_give_the_search_a_start(
-    variant: Variant, causal: bool, head_dim: int, compiled: Compile
+    variant: Variant, causal: bool, head_dim: int, compile_all: CompileAll
 ) -> None:
     """Three at least pass all gates, among them that the assembler leaves wgmma asynchronous."""
     family, spec = make_family(head_dim, causal=causal), variant_spec(Pass.FWD, variant)
     seeds = [
         Candidate(family=family, variant=variant, config=config) for config in seed_configs(spec, family, H200.arch)
     ]
-    results = compiled(seeds, H200.arch, H200.smem_optin_bytes)
+    results = compile_all(seeds, H200.arch, H200.smem_optin_bytes)
     assert sum(result.status is TrialStatus.OK for result in results) >= 3, [result.gate for result in results]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("variant", FORWARD_VARIANTS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_ragged_full_kernel_keeps_hoppers_products_asynchronous(
-    head_dim: int, variant: Variant, compiled: Compile
+    head_dim: int, variant: Variant, compile_all: CompileAll
 ) -> None:
     """A loop over the ragged keys that runs at most once, provably, made the assembler serialize all of them."""
     family, spec = make_family(head_dim), variant_spec(Pass.FWD, variant)
     seeds = [
         Candidate(family=family, variant=variant, config=config) for config in seed_configs(spec, family, H200.arch)
     ]
-    results = compiled(seeds, H200.arch, H200.smem_optin_bytes)
+    results = compile_all(seeds, H200.arch, H200.smem_optin_bytes)
     assert "wgmma_serialized" not in {result.gate for result in results}

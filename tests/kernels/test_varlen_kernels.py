@@ -7,28 +7,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from fa_autotune.errors import InvalidProblemError, LaunchError
 from fa_autotune.evaluation.probes import probes
 from fa_autotune.evaluation.seeded import seeded_workload
 from fa_autotune.evaluation.verify import verify, verify_sampled
-from fa_autotune.evaluation.worker_jobs import probes as probes_of_trials
 from fa_autotune.kernels.loaded import LoadedKernel, load_kernel
 from fa_autotune.kernels.render import render
 from fa_autotune.paths import interpreting
-from fa_autotune.problem.device import INTERPRETER, KNOWN_DEVICES
+from fa_autotune.problem.device import INTERPRETER
 from fa_autotune.problem.family import Access, AttentionFamily, DType, strongest_access
 from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem, AttentionShape
-from fa_autotune.problem.sequences import Sequences
 from fa_autotune.space.candidate import Candidate, Variant
-from fa_autotune.space.registry import VARIANTS, rejection, variant_spec
+from fa_autotune.space.registry import variant_spec
+from kit.combinations import rest, slow
 from kit.feature_families import TILED
 
 interpreted = pytest.mark.skipif(
     not interpreting(), reason="needs TRITON_INTERPRET=1: on a GPU, test_gpu_varlen.py runs the same checks"
 )
 CPU = torch.device("cpu")
-H200 = KNOWN_DEVICES["h200"]
 SMALL = {"BLOCK_M": 32, "BLOCK_N": 16, "num_warps": 2, "num_stages": 1}
 FEATURES: dict[str, dict[str, bool]] = {
     "full": {},
@@ -38,8 +35,6 @@ FEATURES: dict[str, dict[str, bool]] = {
     "alibi sinks": {"alibi": True, "sinks": True},
     "window dropout": {"bounded_left": True, "bounded_right": True, "dropout": True},
 }
-SERVING = {(one, Variant.PORTABLE) for one in (*TILED, Pass.BWD_PREPROCESS, Pass.BWD_POSTPROCESS)}
-SERVING |= {(Pass.FWD, Variant.HOPPER_WS), (Pass.BWD_FUSED, Variant.HOPPER_WS), (Pass.BWD_FUSED, Variant.HOPPER_WIDE)}
 every_pass = pytest.mark.parametrize("kernel_pass", TILED)
 causal_or_not = pytest.mark.parametrize("features", ["full", "causal"])
 
@@ -78,27 +73,20 @@ def failures(family: AttentionFamily, **knobs: Any) -> tuple[str, ...]:
     kernel = make_kernel(family, **knobs)
     config: Any = kernel.candidate.config
     chosen = probes(family, block_m=config.BLOCK_M, block_n=config.BLOCK_N, exact_lengths=False)
-    return verify(kernel, family, chosen, CPU).failures
+    return verify(kernel, family, chosen, CPU, repeated=False).failures
 
 
 # The others run where slow tests are asked for: test_varlen.py draws all combinations of features.
-QUICK = {
-    (Pass.FWD, "full"),
-    (Pass.FWD, "alibi sinks"),
-    (Pass.BWD_DKDV, "causal"),
-    (Pass.BWD_DQ, "window alibi softcap"),
-    *((one, "window dropout") for one in TILED),
-}
+QUICK = [(Pass.FWD, "alibi sinks"), (Pass.BWD_DKDV, "causal"), (Pass.BWD_DQ, "window alibi softcap")]
+OTHERS = [(Pass.FWD, "full"), *((one, "window dropout") for one in TILED)]
+ALL = [(kernel_pass, features) for kernel_pass in TILED for features in FEATURES]
 
 
 @interpreted
 @pytest.mark.kernel
 @pytest.mark.parametrize(
     ("kernel_pass", "features"),
-    [
-        pair if pair in QUICK else pytest.param(*pair, marks=pytest.mark.slow)
-        for pair in ((kernel_pass, features) for kernel_pass in TILED for features in FEATURES)
-    ],
+    [*QUICK, *rest(OTHERS), *slow(pair for pair in ALL if pair not in (*QUICK, *OTHERS))],
 )
 def test_passes_every_probe(kernel_pass: Pass, features: str) -> None:
     """Sequences round the blocks, empty ones, one row or none, and unused rows and unseen keys that hold NaN."""
@@ -106,14 +94,14 @@ def test_passes_every_probe(kernel_pass: Pass, features: str) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("kernel_pass", [Pass.BWD_DKDV, pytest.param(Pass.FWD, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kernel_pass", [*rest([Pass.BWD_DKDV]), *slow([Pass.FWD])])
 def test_wide_values_in_pieces_and_more_keys_than_rows_in_a_block(kernel_pass: Pass) -> None:
     family = make_family(kernel_pass, "causal", DType.FLOAT16, head_dim=24, head_dim_v=40)
     assert failures(family, BLOCK_M=16, BLOCK_N=32, HEAD_DIM_PIECE=16) == ()
 
 
 @interpreted
-@pytest.mark.parametrize("kernel_pass", [Pass.BWD_DQ, pytest.param(Pass.FWD, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kernel_pass", [*rest([Pass.BWD_DQ]), *slow([Pass.FWD])])
 def test_fp32_with_any_strides(kernel_pass: Pass) -> None:
     assert failures(make_family(kernel_pass, "full", DType.FLOAT32, 24, access=Access.ANY), HEAD_DIM_PIECE=16) == ()
 
@@ -128,7 +116,7 @@ def test_a_kernel_that_reads_on_into_the_next_sequence_is_rejected() -> None:
         kernel(*head, torch.cat([cu_seqlens_k[:1], cu_seqlens_k[1:] + 1]), scale, diagonal)
 
     chosen = probes(family, block_m=32, block_n=16, exact_lengths=False)
-    assert any("out" in failure for failure in verify(shifted, family, chosen[:1], CPU).failures)
+    assert any("out" in failure for failure in verify(shifted, family, chosen[:1], CPU, repeated=False).failures)
 
 
 @interpreted
@@ -206,92 +194,9 @@ def test_starts_that_make_no_sense_make_no_kernel_touch_other_memory(kernel_pass
         assert all(buffer[[0, 2]].isnan().all() for buffer in buffers)
 
 
-@interpreted
-def test_a_grid_that_no_launch_takes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = make_kernel(make_family(Pass.FWD))
-    monkeypatch.setattr("fa_autotune.kernels.loaded.MAX_GRID", 10)
-    assert kernel.grid_of(2, 2, 64) == (10, 1, 1)
-    with pytest.raises(LaunchError, match="12 programs, a launch takes at most 10: split the batch"):
-        kernel.grid_of(3, 2, 64)
-
-
-# --- problems ---------------------------------------------------------------------------------------------------------
-
-
-def test_varlen_is_in_a_key_only_where_it_is_on() -> None:
-    problem = AttentionProblem.parse("8x32x8x2048x2048x128,causal,varlen")
-    assert problem.family.varlen
-    assert problem.label == "fwd bf16 d128 causal varlen 8×32×8×2048×2048"
-    assert AttentionProblem.parse(problem.label) == problem == AttentionProblem.from_key(problem.key)
-    padded = AttentionProblem.parse("8x32x8x2048x2048x128,causal")
-    assert "varlen" not in padded.key
-    assert padded.key != problem.key
-
-
-def test_delta_goes_over_all_rows_whatever_their_sequence() -> None:
-    delta = AttentionProblem.parse("8x32x8x2048x1024x128,causal,varlen").for_pass(Pass.BWD_DELTA)
-    assert delta == AttentionProblem.parse("1x32x8x16384x16384x128").for_pass(Pass.BWD_DELTA)
-    with pytest.raises(InvalidProblemError, match="varlen=True is for passes that know sequences: bwd_delta goes over"):
-        replace(delta.family, varlen=True)
-
-
-@pytest.mark.parametrize("other", ["bool_mask", "bias", "wide_bias"])
-def test_sequences_in_a_row_with_a_mask_are_no_family(other: str) -> None:
-    with pytest.raises(InvalidProblemError, match=f"^{other} with varlen: kernels of packed sequences know no masks"):
-        AttentionProblem.parse(f"8x32x8x2048x2048x128,causal,{other},varlen")
-    with pytest.raises(InvalidProblemError, match=f"^{other} with varlen: .*; leave one out"):
-        replace(make_family(Pass.BWD_DQ), **{other: True})
-
-
-def test_a_called_problem_is_rounded_to_powers_of_two_and_keeps_its_bounds() -> None:
-    called = AttentionProblem.parse("6x4x4x1x1000x64,causal,left=5000,varlen").as_called()
-    assert called == AttentionProblem.parse("8x4x4x1x1024x64,causal,left=5000,varlen")
-
-
-def test_variants_that_do_not_serve_it_say_why() -> None:
-    for spec in VARIANTS:
-        if spec.kernel_pass is Pass.BWD_DELTA:
-            continue
-        features = "full" if spec.kernel_pass is Pass.BWD_PREPROCESS else "causal"
-        head_dim = 64 if (spec.kernel_pass, spec.variant) == (Pass.BWD_FUSED, Variant.HOPPER_WS) else 256
-        reason = spec.supports(make_family(spec.kernel_pass, features, head_dim=head_dim), "sm_90", (3, 6))
-        if (spec.kernel_pass, spec.variant) in SERVING:
-            assert reason is None
-        else:
-            assert reason is not None
-            assert "sequence" in reason
-
-
-def test_kernels_for_exact_lengths_do_not_serve_it() -> None:
-    candidate = make_candidate(make_family(Pass.FWD), EXACT_LENGTHS=True, BLOCK_M=64, BLOCK_N=64, num_warps=4)
-    shape = AttentionShape(batch_size=2, num_q_heads=2, num_kv_heads=2, seqlen_q=64, seqlen_k=64)
-    found = rejection(candidate, shape, H200)
-    assert found is not None
-    assert (found.constraint, "has any" in found.reason) == ("exact_lengths", True)
-
-
 @every_pass
 def test_only_the_search_knows_of_sequences_and_no_length_is_an_argument(kernel_pass: Pass) -> None:
     varlen, padded = (render(make_candidate(replace(make_family(kernel_pass), varlen=on))).text for on in (True, False))
     assert "cu_seqlens" in varlen
     assert "seqlen_q," not in varlen.split("KERNEL =")[0].split("def attention_")[1].split("):")[0]
     assert all(word not in padded for word in ("cu_seqlens", "SEARCH_LANES", "total_q"))
-
-
-def test_sequences_say_where_they_lie() -> None:
-    found = Sequences(lengths_q=(2, 0, 3), lengths_k=(1, 4, 0), unused_q=2)
-    assert (found.total_q, found.total_k) == (7, 5)
-    assert (found.starts_q, found.starts_k) == ([0, 2, 2, 5], [0, 1, 5, 5])
-    assert list(found.rows()) == [
-        (slice(0, 2), slice(0, 1)),
-        (slice(2, 2), slice(1, 5)),
-        (slice(2, 5), slice(5, 5)),
-    ]
-
-
-def test_trials_are_checked_on_the_probes_of_sequences() -> None:
-    found = probes_of_trials(make_family(Pass.FWD), block_m=64, block_n=64, exact_lengths=False)
-    lengths = [probe.sequences for probe in found]
-    assert None not in lengths
-    assert any(0 in one.lengths_q and 0 in one.lengths_k and one.unused_q for one in lengths if one)
-    assert any(len(one.lengths_q) > 128 for one in lengths if one)

@@ -23,6 +23,7 @@ from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import variant_spec
 from fa_autotune.space.seeds import default_config
 from kit.attention_calls import BFLOAT16, FLOAT16, FLOAT32, interpreted, make_small, requiring, runs_kernels
+from kit.combinations import rest, slow
 from kit.packed_calls import assert_packed_gradients_right, assert_packed_right, make_packed, varlen_gradients_of
 
 SMALL = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 1, "num_stages": 1}
@@ -52,7 +53,7 @@ def make_kernel(family: AttentionFamily, variant: Variant = Variant.PORTABLE) ->
 
 def failures(kernel: Any, family: AttentionFamily) -> tuple[str, ...]:
     chosen = probes(family, block_m=16, block_n=16, exact_lengths=False)
-    return verify(kernel, family, chosen, torch.device("cpu")).failures
+    return verify(kernel, family, chosen, torch.device("cpu"), repeated=False).failures
 
 
 # --- tf32 -------------------------------------------------------------------------------------------------------------
@@ -76,7 +77,7 @@ def test_every_product_asks_for_tf32_whatever_else_a_call_has(kernel_pass: Pass,
 @every_pass
 @pytest.mark.parametrize(
     "features",
-    [pytest.param({"varlen": True, "bounded_left": True}, marks=pytest.mark.slow), {"bias": True, "dropout": True}],
+    [*slow([{"varlen": True, "bounded_left": True}]), *rest([{"bias": True, "dropout": True}])],
 )
 def test_operands_cut_to_tf32_pass_where_tf32_is_asked_for_and_nowhere_else(
     kernel_pass: Pass, features: dict[str, bool]
@@ -151,9 +152,9 @@ def test_a_mask_and_its_gradient_go_with_tf32(loads: list[Candidate]) -> None:
 @pytest.mark.parametrize(
     ("variant", "features"),
     [
-        pytest.param(Variant.PORTABLE, {"varlen": True, "bounded_left": True, "sinks": True}, marks=pytest.mark.slow),
-        pytest.param(Variant.PORTABLE, {"bias": True, "dropout": True}, marks=pytest.mark.slow),
-        (Variant.TMA, {"wide_bias": True, "dropout": True}),
+        *slow([(Variant.PORTABLE, {"varlen": True, "bounded_left": True, "sinks": True})]),
+        *slow([(Variant.PORTABLE, {"bias": True, "dropout": True})]),
+        *rest([(Variant.TMA, {"wide_bias": True, "dropout": True})]),
     ],
 )
 def test_a_wide_forward_passes_every_probe(variant: Variant, features: dict[str, bool]) -> None:
@@ -166,10 +167,9 @@ def test_a_wide_forward_passes_every_probe(variant: Variant, features: dict[str,
 @pytest.mark.parametrize(
     ("kernel_pass", "features"),
     [
-        (Pass.BWD_DKDV, {"varlen": True}),
-        (Pass.BWD_DQ, {"varlen": True}),
-        (Pass.BWD_DKDV, {"bool_mask": True, "dropout": True}),
-        (Pass.BWD_DQ, {"bias": True, "mask_gradient": True, "dropout": True}),
+        *rest([(Pass.BWD_DKDV, {"varlen": True}), (Pass.BWD_DQ, {"varlen": True})]),
+        *rest([(Pass.BWD_DKDV, {"bool_mask": True, "dropout": True})]),
+        *rest([(Pass.BWD_DQ, {"bias": True, "mask_gradient": True, "dropout": True})]),
     ],
 )
 def test_a_wide_backward_passes_every_probe(kernel_pass: Pass, features: dict[str, bool]) -> None:

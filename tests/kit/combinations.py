@@ -1,4 +1,5 @@
-"""Combinations of parameters, of which default runs take a share."""
+"""Combinations of parameters, of which the default tests take a share, CI a larger one, and both together are all but
+the slow ones."""
 
 from collections.abc import Iterable
 from itertools import product
@@ -7,19 +8,21 @@ from typing import Any
 import pytest
 
 
-def one_in(share: int, *axes: Iterable[Any]) -> list[Any]:
-    """All combinations of values, in which only one in `share` is no slow test.
+def one_in(share: int, *axes: Iterable[Any], default: int | None = None) -> list[Any]:
+    """All combinations of values, in which only one in `share` is no slow test, and one in `default` a default one.
 
-    Those go round the axes together: where an axis has no fewer values than `share`, every value of every other one
-    meets some of its values. A value may be a `pytest.param`, whose marks stay.
+    `default` is a multiple of `share`, which it is unless given. The chosen ones go round the axes together: where an
+    axis has no fewer values than the number, every value of every other one meets some of its values. A value may be a
+    `pytest.param`, whose marks stay.
     """
     numbered = [list(enumerate(axis)) for axis in axes]
-    return [_combined(combination, share) for combination in product(*numbered)]
+    return [_combined(combination, share, default or share) for combination in product(*numbered)]
 
 
-def _combined(combination: tuple[tuple[int, Any], ...], share: int) -> Any:
+def _combined(combination: tuple[tuple[int, Any], ...], share: int, default: int) -> Any:
     values: list[Any] = []
-    marks = [] if sum(place for place, _ in combination) % share == 0 else [pytest.mark.slow]
+    place = sum(place for place, _ in combination)
+    marks = [pytest.mark.slow] if place % share else [pytest.mark.rest] if place % default else []
     for _, value in combination:
         if hasattr(value, "marks"):  # of pytest.param
             marks += value.marks
@@ -27,3 +30,17 @@ def _combined(combination: tuple[tuple[int, Any], ...], share: int) -> Any:
         else:
             values.append(value)
     return pytest.param(*values, marks=marks)
+
+
+def rest(values: Iterable[Any]) -> list[Any]:
+    """Values of a parameter, or tuples of several, that are left to `scripts/test --rest`."""
+    return [_marked(value, pytest.mark.rest) for value in values]
+
+
+def slow(values: Iterable[Any]) -> list[Any]:
+    """Values of a parameter, or tuples of several, that run where slow tests are asked for."""
+    return [_marked(value, pytest.mark.slow) for value in values]
+
+
+def _marked(value: Any, mark: pytest.MarkDecorator) -> Any:
+    return pytest.param(*value, marks=mark) if isinstance(value, tuple) else pytest.param(value, marks=mark)

@@ -3,15 +3,21 @@
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
+from typing import Any
 
-from fa_autotune.problem.device import DeviceSpec
+from fa_autotune.jobs import TuneJob, tune_job
+from fa_autotune.kernels.render import rendered_digest
+from fa_autotune.problem.device import KNOWN_DEVICES, DeviceSpec, Toolchain
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import Measurement, Regime, Role, TrialRecord, TrialStatus
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.config import BwdDeltaConfig, BwdPostprocessConfig, HopperWsBwdConfig, config_key
 from fa_autotune.space.registry import compile_form
+from fa_autotune.tuner import TuneSummary
 
 Landscape = Callable[[Candidate, AttentionProblem], float | TrialStatus]
 
@@ -189,3 +195,21 @@ def failure(candidate: Candidate, problem: AttentionProblem, status: TrialStatus
         error=f"made to end as {status.value}",
         constraint="spills" if status is TrialStatus.OVER_RESOURCES else None,
     )
+
+
+class _OpenReplay(ReplayEvaluator):
+    """A replay that knows a toolchain, as `tune_job` wants it."""
+
+    toolchain = Toolchain(triton="3.7.1")
+
+
+def replayed_job(
+    device: DeviceSpec = KNOWN_DEVICES["h200"], index: int | None = 0, **options: Any
+) -> tuple[Callable[[TuneJob], TuneSummary], ReplayEvaluator]:
+    """`tune_job` on a device that need not be there, and the evaluator that it opens."""
+    landscape = options.pop("landscape", attention_landscape(KNOWN_DEVICES["h200"]))
+    evaluator = _OpenReplay(landscape, digest=rendered_digest, **options)  # as rendered: what a resumed job compares
+    run = partial(
+        tune_job, find=lambda gpu: (device, index), open_evaluator=lambda device, index: nullcontext(evaluator)
+    )
+    return run, evaluator

@@ -1,4 +1,4 @@
-"""The search space of the fused backward: who is served, what may run where, and where a search starts."""
+"""The search space of the fused backward: who is served, and what may run where."""
 
 import re
 from dataclasses import replace
@@ -15,16 +15,14 @@ from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.config import (
     BwdPostprocessConfig,
-    FusedConfig,
     HopperWideBwdConfig,
     HopperWsBwdConfig,
     config_from_key,
     config_key,
     config_label,
 )
-from fa_autotune.space.estimates import fused_smem_bytes
-from fa_autotune.space.registry import VariantSpec, rejection, supported_variants, variant_spec
-from fa_autotune.space.seeds import default_config, seed_configs
+from fa_autotune.space.registry import KnobValue, VariantSpec, rejection, supported_variants, variant_spec
+from fa_autotune.space.support import wide_supports
 
 H200 = KNOWN_DEVICES["h200"]
 SPEC = variant_spec(Pass.BWD_FUSED, Variant.HOPPER_WS)
@@ -40,6 +38,12 @@ def spec_of(problem: AttentionProblem) -> VariantSpec:
     """Of the variant that serves a problem."""
     (spec,) = supported_variants(problem.family, "sm_90", (3, 7))
     return spec
+
+
+def candidate_of(problem: AttentionProblem, **knobs: KnobValue) -> Candidate:
+    """A point of the space of the variant that serves a problem."""
+    spec = spec_of(problem)
+    return Candidate(family=problem.family, variant=spec.variant, config=spec.config(**knobs))
 
 
 @pytest.mark.parametrize("triton", [(3, 6), (3, 7)])
@@ -167,9 +171,7 @@ def test_what_the_fused_kernel_serves_the_kernels_round_it_serve_too(
 def test_the_constraint_that_fails_is_named_with_its_reason(
     problem: AttentionProblem, change: dict, constraint: str, says: str
 ) -> None:
-    spec = spec_of(problem)
-    candidate = Candidate(family=problem.family, variant=spec.variant, config=spec.config(**change))
-    found = rejection(candidate, problem.shape, H200)
+    found = rejection(candidate_of(problem, **change), problem.shape, H200)
     assert found is not None
     assert found.constraint == constraint
     assert says in found.reason
@@ -188,17 +190,6 @@ PROBLEMS = pytest.mark.parametrize(
 
 
 @PROBLEMS
-def test_seeds_pass_and_the_default_is_the_first(problem: AttentionProblem) -> None:
-    spec = spec_of(problem)
-    seeds = seed_configs(spec, problem.family, "sm_90")
-    assert seeds[0] == default_config(spec, problem.family, "sm_90")
-    assert len(set(seeds)) == len(seeds) >= 4
-    own_keys = replace(problem.shape, num_kv_heads=problem.shape.num_q_heads)
-    for config in seeds:
-        assert spec.rejection(config, family=problem.family, shape=own_keys, device=H200) is None, config
-
-
-@PROBLEMS
 def test_every_config_that_passes_is_another_kernel(problem: AttentionProblem) -> None:
     """A knob that changed nothing would have the same kernel searched twice."""
     spec = spec_of(problem)
@@ -210,36 +201,60 @@ def test_every_config_that_passes_is_another_kernel(problem: AttentionProblem) -
     assert len({render(candidate).digest for candidate in found}) == len(found) >= 24
 
 
-@given(st.integers(1, 32), st.integers(1, 32))
-def test_the_default_of_every_family_fits_a_hopper(eighth: int, eighth_v: int) -> None:
-    family = replace(CAUSAL.family, head_dim=8 * eighth, head_dim_v=8 * eighth_v)
-    (spec,) = supported_variants(family, "sm_90", (3, 7))
-    config = default_config(spec, family, "sm_90")
-    assert isinstance(config, FusedConfig)
-    assert fused_smem_bytes(family, config) <= H200.smem_optin_bytes
-
-
-@pytest.mark.parametrize(
-    ("head_dims", "stages"),
-    [("256", (1, 3)), ("192", (2, 3)), ("192x128", (2, 3)), ("256x128", (2, 3)), ("256x192", (2, 2)), ("224", (1, 3))],
-)
-def test_a_second_tile_of_do_is_taken_where_two_parts_of_dq_fit_beside_it(
-    head_dims: str, stages: tuple[int, int]
-) -> None:
-    family = AttentionProblem.parse(f"4x16x8x4096x4096x{head_dims},causal,bwd_fused").family
-    for config in seed_configs(WIDE_SPEC, family, "sm_90"):
-        assert isinstance(config, HopperWideBwdConfig)
-        assert stages == (config.DO_STAGES, config.DQ_STAGES)
-
-
-def test_the_order_that_was_fastest_on_a_causal_problem_is_a_seed() -> None:
-    assert HopperWideBwdConfig() == default_config(WIDE_SPEC, WIDE_CAUSAL.family, "sm_90")
-    fastest = HopperWideBwdConfig(HEADS_PER_GROUP=2, DIAGONAL_FIRST=True)
-    assert fastest in seed_configs(WIDE_SPEC, WIDE_CAUSAL.family, "sm_90")
-
-
 def test_a_config_without_blocks_has_a_name_and_a_key() -> None:
     for config in (HopperWsBwdConfig(), HopperWideBwdConfig(DQ_STAGES=2), BwdPostprocessConfig(num_warps=8)):
         assert config_label(config).strip()
         assert config_from_key(type(config), config_key(config)) == config
     assert config_label(HopperWsBwdConfig(DIAGONAL_FIRST=True)) == "diagonal_first=True"
+
+
+@pytest.mark.parametrize("triton", [(3, 6), (3, 7)])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("flags", ["left=9", "causal,left=9", "fp16,softcap", "left=9,right=3,softcap,unordered"])
+def test_windows_and_caps_are_served_on_hopper(flags: str, head_dim: int, triton: tuple[int, int]) -> None:
+    text = f"4x16x16x4096x4096x{head_dim},bwd_fused,{flags}"
+    (spec,) = supported_variants(AttentionProblem.parse(text).family, "sm_90", triton)
+    assert spec.variant is (Variant.HOPPER_WIDE if head_dim > 128 else Variant.HOPPER_WS)
+
+
+@pytest.mark.parametrize(("knob", "constraint"), [("EXACT_LENGTHS", "exact_cap"), ("SCORES_EARLY", "scores_early")])
+def test_knobs_that_make_capped_scores_spill_are_refused(knob: str, constraint: str) -> None:
+    capped = AttentionProblem.parse("4x16x16x4096x4096x128,left=9,softcap,bwd_fused")
+    found = rejection(candidate_of(capped, **{knob: True}), capped.shape, H200)
+    assert found is not None
+    assert found.constraint == constraint
+    plain = AttentionProblem.parse("4x16x16x4096x4096x128,left=9,bwd_fused")
+    assert rejection(candidate_of(plain, **{knob: True}), plain.shape, H200) is None
+    wide = AttentionProblem.parse("4x16x16x4096x4096x256,left=9,softcap,bwd_fused")
+    assert rejection(candidate_of(wide, EXACT_LENGTHS=True), wide.shape, H200) is not None
+
+
+def test_the_one_combination_that_spills_is_refused_with_its_reason() -> None:
+    spilling = AttentionProblem.parse("4x16x16x4096x4096x64,fp16,left=9,softcap,bwd_fused,unordered").family
+    assert "in float16 spills where dq is added in any order" in str(SPEC.supports(spilling, "sm_90", (3, 7)))
+    for change in ({"unordered": False}, {"softcap": False}, {"bounded_left": False}, {"head_dim": 128}):
+        assert SPEC.supports(replace(spilling, **change), "sm_90", (3, 7)) is None
+
+
+@pytest.mark.parametrize(("flags", "is_refused"), [("softcap", True), ("left=9", False), ("causal,left=9", False)])
+def test_the_other_order_of_key_blocks_needs_an_edge(flags: str, is_refused: bool) -> None:
+    problem = AttentionProblem.parse(f"4x16x16x4096x4096x128,{flags},bwd_fused")
+    found = rejection(candidate_of(problem, DIAGONAL_FIRST=True), problem.shape, H200)
+    assert (found is not None and found.constraint == "diagonal_first") is is_refused
+
+
+def test_statistics_that_a_descriptor_does_not_address_are_refused() -> None:
+    candidate = candidate_of(AttentionProblem.parse("1x1x1x64x64x8,varlen,bwd_fused"))
+    shapes = [AttentionProblem.parse(f"{batch}x128x128x4096x64x8").shape for batch in (64, 2048)]
+    small, large = (rejection(candidate, shape, H200) for shape in shapes)
+    assert small is None
+    assert large is not None
+    assert (large.constraint, "lse and delta in a row" in large.reason) == ("addressable_dq", True)
+
+
+def test_a_window_that_spills_in_the_wide_kernel_is_refused_with_the_reason() -> None:
+    window = AttentionProblem.parse("1x2x1x64x64x256,causal,left=9,varlen,bwd_fused").family
+    reason = wide_supports(window, "sm_90", (3, 6))
+    assert reason is not None
+    assert "both edges of a window spill above head_dim 192" in reason
+    assert wide_supports(replace(window, varlen=False), "sm_90", (3, 6)) is None

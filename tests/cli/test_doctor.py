@@ -1,0 +1,118 @@
+"""The command that says what would go wrong."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fa_autotune import __version__
+from fa_autotune.cli.doctor import Machine, Verdict, examine, show
+from fa_autotune.dispatch.winners import Snapshot
+from fa_autotune.problem.device import KNOWN_DEVICES
+from kit.command import run
+from kit.winners import winner
+
+SHORT = "4x32x8x4096x4096x128,causal"
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """A healthy machine with an H200 and no winner."""
+    header = tmp_path / "Python.h"
+    header.touch()
+    return Machine(
+        versions={"fa_autotune": __version__, "torch": "2.13.0", "triton": "3.7.1", "driver": "580", "cuda": "13.0"},
+        torch_error=None,
+        triton_error=None,
+        interpreting=False,
+        devices=(KNOWN_DEVICES["h200"],),
+        c_compiler="/usr/bin/gcc",
+        python_header=header,
+        cache_dir=tmp_path / "cache",
+        database=tmp_path / "tuning.db",
+        packs=(),
+        snapshot=Snapshot(rows=()),
+    )
+
+
+def test_a_gpu_with_winners_is_tuned(machine: Machine) -> None:
+    tuned = replace(machine, snapshot=Snapshot(rows=(winner(path=machine.database),)))
+    report = examine(tuned)
+    assert (report.verdict, report.findings) == (Verdict.TUNED, ())
+    assert (report.gpus[0].winners, report.databases[0].winners) == (1, 1)
+
+
+def test_winners_of_a_sibling_leave_a_gpu_untuned(machine: Machine) -> None:
+    report = examine(
+        replace(machine, snapshot=Snapshot(rows=(winner(device=KNOWN_DEVICES["h100"], path=machine.database),)))
+    )
+    assert (report.verdict, report.gpus[0].sibling_winners) == (Verdict.UNTUNED, 1)
+
+
+def test_an_untuned_gpu_is_told_to_tune(machine: Machine) -> None:
+    assert [finding.next_step for finding in examine(machine).findings] == ["fa-autotune tune"]
+
+
+def test_no_gpu_means_the_reference(machine: Machine) -> None:
+    assert examine(replace(machine, devices=(), c_compiler=None)).verdict is Verdict.REFERENCE
+
+
+def test_interpreting_is_said(machine: Machine) -> None:
+    report = examine(replace(machine, devices=(), interpreting=True))
+    assert report.verdict is Verdict.UNTUNED
+    assert "TRITON_INTERPRET" in report.findings[0].text
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"torch_error": "No module named 'torch'"}, "No module named 'torch'"),
+        ({"triton_error": "No module named 'triton'", "versions": {}}, "No module named 'triton'"),
+        ({"versions": {"triton": "3.5.1"}}, "Triton 3.5.1 is older than 3.6"),
+        ({"c_compiler": None}, "no C compiler"),
+        ({"python_header": Path("/nowhere/Python.h")}, "/nowhere/Python.h is missing"),
+        ({"cache_dir": Path("/dev/null/cache")}, "/dev/null/cache can't be written"),
+        ({"devices": (replace(KNOWN_DEVICES["h200"], arch="sm_70"),)}, "no variant serves these GPUs"),
+    ],
+)
+def test_what_keeps_kernels_from_running_is_a_problem(machine: Machine, change: dict[str, object], says: str) -> None:
+    report = examine(replace(machine, **change))
+    assert report.verdict is Verdict.BROKEN
+    assert says in next(finding.text for finding in report.findings if finding.fatal)
+
+
+def test_an_unwritable_database_is_only_a_note(machine: Machine) -> None:
+    report = examine(replace(machine, database=Path("/dev/null/tuning.db")))
+    assert report.verdict is Verdict.UNTUNED
+    assert any("/dev/null/tuning.db can't be written" in finding.text for finding in report.findings)
+
+
+def test_what_a_snapshot_could_not_use_is_told(machine: Machine) -> None:
+    report = examine(replace(machine, snapshot=Snapshot(rows=(), notes=("pack.db is not used: it is torn",))))
+    assert any("it is torn" in finding.text for finding in report.findings)
+
+
+def test_every_finding_is_shown_with_its_next_step(machine: Machine) -> None:
+    report = examine(replace(machine, c_compiler=None, database=Path("/dev/null/tuning.db")))
+    text = "\n".join(show(report))
+    assert len(report.findings) == 3
+    assert all(finding.text in text and f"next: {finding.next_step}" in text for finding in report.findings)
+
+
+def test_doctor_looks_at_this_machine() -> None:
+    done = run("doctor", "--json")
+    report = json.loads(done.stdout)
+    assert report["verdict"] in set(Verdict)
+    assert report["versions"]["fa_autotune"] == __version__
+    assert done.exit_code == (report["verdict"] == Verdict.BROKEN)
+
+
+def test_doctor_works_without_torch_and_fails() -> None:
+    code = "import sys\nsys.modules['torch'] = None\nfrom fa_autotune.cli import main\nmain(['doctor', '--json'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["verdict"]) == (1, "broken")
+    assert report["findings"][0]["next_step"] == "pip install torch"

@@ -1,0 +1,91 @@
+"""Triton's interpreter as it runs our kernels: rounded as on a GPU, and one launch at a time."""
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+
+from fa_autotune.kernels.interpreter import interpreted
+from fa_autotune.kernels.loaded import load_kernel
+from fa_autotune.paths import interpreting
+from fa_autotune.problem.device import INTERPRETER
+from fa_autotune.problem.problem import AttentionProblem
+from fa_autotune.space.candidate import Candidate, Variant
+from fa_autotune.space.registry import variant_spec
+
+needs_interpreter = pytest.mark.skipif(not interpreting(), reason="needs TRITON_INTERPRET=1")
+
+
+@pytest.mark.kernel
+@needs_interpreter
+def test_the_interpreter_rounds_bfloat16_to_nearest_even() -> None:
+    """One key: the output is that value row, and the cast of exact values must not change them."""
+    family = AttentionProblem.parse("1x1x1x64x64x32").family
+    config = variant_spec(family.kernel_pass, Variant.PORTABLE).config(
+        BLOCK_M=32, BLOCK_N=16, num_warps=2, num_stages=1
+    )
+    kernel = load_kernel(Candidate(family=family, variant=Variant.PORTABLE, config=config), INTERPRETER.arch)
+    q, k, _ = (torch.ones(1, 1, rows, 32, dtype=torch.bfloat16) for rows in (1, 2, 2))
+    low, high = torch.tensor(1.0), torch.tensor(1.0078125)  # neighbours in bfloat16; their mean is a tie, to even
+    out, lse = torch.empty_like(q), torch.empty(1, 1, 1)
+    for pair, rounded in (((low, high), 1.0), ((high, high + 0.0078125), 1.015625)):
+        v = torch.stack([value.expand(32) for value in pair]).to(torch.bfloat16)[None, None]
+        kernel(q, k, v, out, lse, 1.0, None)
+        assert out.float().unique().tolist() == [rounded]
+
+
+class FakeKernel:
+    """Stands for a kernel that the interpreter runs: `body` is called with the arguments of each launch."""
+
+    def __init__(self, body: Callable[..., None]) -> None:
+        self.body = body
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments: self.body(grid, *arguments)
+
+
+@needs_interpreter
+def test_launches_of_several_threads_run_one_after_another() -> None:
+    """All kernels share one lock: what the interpreter keeps between programs belongs to the process."""
+    running, most, lock = 0, 0, threading.Lock()
+
+    def body(grid: tuple[int, ...]) -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.005)
+        with lock:
+            running -= 1
+
+    kernels = [interpreted(SimpleNamespace(KERNEL=FakeKernel(body))) for _ in range(2)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: kernels[number % 2]((1, 1, 1), ()), range(8)))
+    assert most == 1
+
+
+@needs_interpreter
+def test_a_launch_gets_its_grid_and_its_arguments() -> None:
+    launched = []
+    run = interpreted(SimpleNamespace(KERNEL=FakeKernel(lambda *values: launched.append(values))))
+    run((3, 1, 1), (1, None, 0.5))
+    assert launched == [((3, 1, 1), 1, None, 0.5)]
+
+
+@needs_interpreter
+def test_what_is_defined_in_a_kernel_is_no_warning_of_numpys_and_other_warnings_are_told() -> None:
+    def body(grid: tuple[int, ...]) -> None:
+        numpy.log2(numpy.zeros(1))
+        numpy.full(1, numpy.inf) - numpy.full(1, numpy.inf)
+        numpy.nanmax(numpy.full(1, numpy.nan))
+        warnings.warn("of another kind", RuntimeWarning, stacklevel=1)
+
+    with pytest.warns(RuntimeWarning) as told:
+        interpreted(SimpleNamespace(KERNEL=FakeKernel(body)))((1, 1, 1), ())
+    assert [str(one.message) for one in told] == ["of another kind"]
