@@ -33,11 +33,12 @@ def allocator(device: torch.device) -> Allocate:
 
 def access_of(*tensors: Tensor) -> Access:
     """The strongest access that tensors (…, head_dim) of one dtype allow, by their pointers and strides."""
-    access, misaligned, itemsize = Access.TMA, 0, tensors[0].element_size()
+    access, misaligned = Access.TMA, 0
     for tensor in tensors:
         *outer, last = tensor.stride()
         if last != 1:
             return Access.ANY
+        itemsize = tensor.element_size()
         misaligned |= tensor.data_ptr() | tensor.shape[-1] * itemsize
         for stride in outer:
             misaligned |= stride * itemsize

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fa_autotune import attention
-from fa_autotune.kernels.fast_launch import Counts
+from fa_autotune.kernels.fast_launch import Counts, Launch
+from fa_autotune.kernels.loaded import LoadedKernel
 from fa_autotune.ops import call_kernels, memory
 from fa_autotune.problem.passes import SPLIT_BACKWARD, Pass
 from fa_autotune.space.candidate import Candidate
@@ -41,14 +42,14 @@ def launches(cold: None, monkeypatch: pytest.MonkeyPatch) -> Counter[Pass]:
     counted: Counter[Pass] = Counter()
     bind = call_kernels.bind
 
-    def counting(kernel: Any, *arguments: Any, **options: Any) -> Callable[..., None]:
+    def counting(kernel: LoadedKernel, *arguments: Any, **options: Any) -> Launch:
         launch = bind(kernel, *arguments, **options)
 
-        def launch_and_count(counts: Counts | None, *tensors: Tensor) -> None:
+        def run(_self: Launch, counts: Counts | None, *tensors: Tensor) -> None:
             counted[kernel.candidate.family.kernel_pass] += 1
             launch(counts, *tensors)
 
-        return launch_and_count
+        return Launch(run)
 
     monkeypatch.setattr(call_kernels, "bind", counting)
     return counted

@@ -64,7 +64,7 @@ class PlainKernels:
         self.bound.append(problem.family)
         places = [(tensor.shape, tensor.stride()) for tensor in tensors]
 
-        def launch(counts: Counts | None, *actual: Tensor) -> None:
+        def run(_self: Launch, counts: Counts | None, *actual: Tensor) -> None:
             assert counts is None
             views = [
                 tensor.as_strided(*place, tensor.storage_offset()) for tensor, place in zip(actual, places, strict=True)
@@ -73,7 +73,7 @@ class PlainKernels:
             self._run(problem, *views, numbers=numbers)
 
         assert not is_counted
-        return launch
+        return Launch(run)
 
     def _run(self, problem: AttentionProblem, *views: Tensor, numbers: Sequence[float | int | None]) -> None:
         family, shape = problem.family, problem.shape

@@ -167,17 +167,19 @@ def test_a_saved_mask_may_lie_elsewhere_by_now(is_loose: bool, was_loose: bool, 
 
 
 def told(monkeypatch: pytest.MonkeyPatch, kernels: CallKernels, kernel_pass: Pass, extras: Extras) -> tuple[Any, ...]:
-    """The tensors and numbers of a pass's kernel, and whether its launches are counted."""
+    """The further tensors of a pass's kernel, its numbers, and whether its launches are counted."""
     found: list[tuple[Any, ...]] = []
 
-    def bind(kernel: Any, tensors: Sequence[Tensor], numbers: Sequence[Any], *, is_counted: bool) -> None:
+    def bind(kernel: Any, tensors: Sequence[Tensor], numbers: Sequence[Any], *, is_counted: bool, like: None) -> None:
         found.append((list(tensors), list(numbers), is_counted))
 
     monkeypatch.setattr(call_kernels, "bind", bind)
     family = kernels.problem.for_pass(kernel_pass).family
     kernel: Any = SimpleNamespace(candidate=SimpleNamespace(family=family))
-    kernels.bound(kernel, [torch.empty(1)], extras)
-    return found[0]
+    names = (*kernel_pass.spec.takes, *family.outputs)
+    kernels.bound(kernel, [torch.empty(1, 1, 1)] * len(names), extras)
+    tensors, numbers, is_counted = found[0]
+    return tensors[len(names) :], numbers, is_counted
 
 
 EVERYTHING: dict[str, Any] = {
@@ -191,7 +193,7 @@ def test_a_kernel_is_told_the_numbers_of_the_call_in_its_order(
 ) -> None:
     extras = Extras(alibi_slopes=SLOPES, sinks=SINKS, attn_mask=bias(), dropout_seed=SEED)
     kernels = kernels_of(extras, **EVERYTHING)
-    (_, *more), numbers, is_counted = told(monkeypatch, kernels, kernel_pass, extras)
+    more, numbers, is_counted = told(monkeypatch, kernels, kernel_pass, extras)
     assert numbers == [0.3, 41 - 37 + 2, 41 - 37 - 9, 30.0, 0.25]
     assert not is_counted
     names = kernels.problem.for_pass(kernel_pass).family.extra_tensors
@@ -203,7 +205,7 @@ def test_a_kernel_is_told_the_numbers_of_the_call_in_its_order(
 def test_a_kernel_without_keys_is_told_no_number(kernel_pass: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
     extras = Extras(alibi_slopes=SLOPES, dropout_seed=SEED)
     kernels = kernels_of(extras, **EVERYTHING)
-    (_, *more), numbers, _ = told(monkeypatch, kernels, kernel_pass, extras)
+    more, numbers, _ = told(monkeypatch, kernels, kernel_pass, extras)
     assert (more, numbers) == ([], [])
 
 
@@ -213,7 +215,7 @@ def test_a_kernel_of_packed_sequences_is_told_their_lengths_and_sinks_for_any_nu
     kernels = kernels_of(Extras(sinks=torch.rand(4)), layout=PACKED, **{**EVERYTHING, "dropout_p": 0.0})
     starts = torch.tensor([0, 37, 74], dtype=torch.int32), torch.tensor([0, 41, 82], dtype=torch.int32)
     extras = Extras(sinks=torch.rand(4), cu_seqlens_q=starts[0], cu_seqlens_k=starts[1])
-    (_, sinks, *lengths), numbers, is_counted = told(monkeypatch, kernels, Pass.FWD, extras)
+    (sinks, *lengths), numbers, is_counted = told(monkeypatch, kernels, Pass.FWD, extras)
     assert numbers == [0.3, 2, -9, 30.0]
     assert is_counted
     assert (sinks.shape, sinks.stride(0), sinks.data_ptr()) == ((2, 4), 0, extras.sinks.data_ptr())
@@ -228,12 +230,3 @@ def test_calls_on_one_device_share_what_allocates_there() -> None:
     assert kernels_of().home is not kernels_of(dtype=torch.float16).home
     tensor = kernels_of().home.allocate((2, 3), (1, 2), torch.float32)
     assert (tensor.shape, tensor.stride(), tensor.dtype) == ((2, 3), (1, 2), torch.float32)
-
-
-@pytest.mark.parametrize(("index", "current", "is_elsewhere"), [(1, 0, True), (1, 1, False), (-1, 0, False)])
-def test_another_gpu_than_the_current_one_is_elsewhere(
-    index: int, current: int, is_elsewhere: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(call_kernels, "current_gpu", lambda: current)
-    home = call_kernels.Home(index, torch.float32, kernels_of().home.allocate)
-    assert home.is_elsewhere() is is_elsewhere

@@ -37,6 +37,8 @@ class EmulatedKernel:
 
     def __init__(self, candidate: Any, folder: Path) -> None:
         self.candidate = candidate
+        self.launchers: dict[int, Any] = {}
+        self.owner = candidate.family.tensors.index(candidate.family.kernel_pass.spec.owns)
         self.module = load_module(write_module(render(candidate), folder))
         self._emulator = Emulator(self.module)
 

@@ -61,6 +61,16 @@ def allocated(geometry: Geometry) -> Tensor:
     return torch.empty_strided(*geometry)
 
 
+def results_of(layout: int) -> tuple[Tensor, Tensor]:
+    """out and lse, unset."""
+    q, _, v, _ = tensors_of(layout)
+    results = rows_of(layout).results(q, v)
+    return (
+        torch.empty_strided(results.out_size, results.out_strides),
+        torch.empty_strided(results.lse_size, results.lse_strides),
+    )
+
+
 # --- where rows are ---------------------------------------------------------------------------------------------------
 
 
@@ -79,8 +89,7 @@ def test_kernels_take_views_of_one_order_of_axes(layout: int) -> None:
 def test_results_and_gradients_are_dense_in_the_calls_layout(layout: int) -> None:
     q, k, v, _ = tensors_of(layout)
     rows = rows_of(layout)
-    results = rows.results(q, v)
-    out, lse = allocated(results.out), allocated(results.lse)
+    out, lse = results_of(layout)
     assert out.shape == (*q.shape[:-1], 24)
     assert rows.row_numbers(lse).shape == rows.view(q).shape[:3]
     assert lse.is_contiguous()
@@ -103,8 +112,7 @@ def test_what_was_saved_has_the_sizes_of_the_calls_tensors(layout: int) -> None:
     rows, call = rows_of(layout), call_of(layout)
     family = AttentionFamily(dtype=DType.FLOAT32, head_dim=16, head_dim_v=24, bounded_right=False)
     shape = rows.shape(call, rows.bounds(call, q, k), q, k, extras)
-    results = rows.results(q, v)
-    saved = Saved(q, k, v, allocated(results.out), allocated(results.lse), extras)
+    saved = Saved(q, k, v, *results_of(layout), extras)
     assert rows.saved_sizes(family, shape, saved) == tuple(tuple(tensor.shape) for tensor in saved[:5])
     other = saved._replace(k=k[..., :8])
     assert rows.saved_sizes(family, shape, other) == rows.saved_sizes(family, shape, saved)
@@ -190,7 +198,7 @@ def test_numbers_that_kernels_take_are_in_no_key(layout: int) -> None:
         assert key_of(layout, call_of(layout, WINDOW)._replace(**others)) == plain
     assert set(Call._fields) == {
         *("softmax_scale", "window_left", "window_right", "softcap", "dropout_p"),
-        *("mask", "layout", "backend"),
+        *("mask", "layout", "backend", "tf32"),
     }
 
 
@@ -302,10 +310,10 @@ def test_a_call_is_empty_where_nothing_is_to_be_computed(layout: int) -> None:
 @EVERY
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_lse_of_rows_without_keys_is_their_sink_where_they_belong_to_a_sequence(with_sinks: bool, layout: int) -> None:
-    q, _, v, extras = tensors_of(layout)
+    _, _, _, extras = tensors_of(layout)
     sinks = torch.arange(4.0)
     given = extras._replace(sinks=sinks if layout == PACKED else sinks.expand(2, 4)) if with_sinks else extras
-    lse = rows_of(layout).lse_without_keys(allocated(rows_of(layout).results(q, v).lse), given)
+    lse = rows_of(layout).lse_without_keys(results_of(layout)[1], given)
     if with_sinks and layout != PACKED:
         assert torch.equal(lse, sinks[None, :, None].expand(2, 4, 7))
     else:
@@ -316,7 +324,7 @@ def test_lse_of_rows_without_keys_is_their_sink_where_they_belong_to_a_sequence(
 def test_delta_of_a_fused_backward_lies_as_lse_does_and_a_gradient_of_lse_is_taken_off_there(layout: int) -> None:
     q, k, v, extras = tensors_of(layout)
     rows, call = rows_of(layout), call_of(layout)
-    lse = torch.randn(rows.results(q, v).lse[0])
+    lse = results_of(layout)[1].normal_()
     saved = Saved(q, k, v, q, lse, extras)
     family = AttentionFamily(dtype=DType.BFLOAT16, head_dim=64, head_dim_v=64, bounded_right=False)
     shape = rows.shape(call, rows.bounds(call, q, k), q, k, extras)

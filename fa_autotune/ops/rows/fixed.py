@@ -51,11 +51,10 @@ class FixedRows:
         if index < 0:  # not a GPU; a device's own hash would cost more
             key += (q.device.type, k.device.type, v.device.type)
         if extras is not NO_EXTRAS:
-            key += tuple(
-                None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-                for tensor in extras
-            )
-            key += (None if extras.attn_mask is None else extras.attn_mask.data_ptr() & 15,)
+            for tensor in extras:
+                key += (None,) if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            if extras.attn_mask is not None:
+                key += (extras.attn_mask.data_ptr() & 15,)
         return key
 
     def check_kinds(self, q: Any, k: Any, v: Any, extras: Extras) -> None:

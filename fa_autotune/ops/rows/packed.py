@@ -79,7 +79,7 @@ class PackedRows:
         if index < 0:  # not a GPU; a device's own hash would cost more
             key += tuple(tensor.device.type for tensor in (q, k, v, cu_seqlens_q, cu_seqlens_k))
         for tensor in (slopes, sinks, seed):
-            key += (None if tensor is None else (tensor.ndim, tensor.stride(), tensor.dtype, tensor.device),)
+            key += (None,) if tensor is None else (tensor.ndim, tensor.stride(), tensor.dtype, tensor.device)
         return key
 
     def check_kinds(self, q: Any, k: Any, v: Any, extras: Extras) -> None:
