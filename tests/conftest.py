@@ -60,11 +60,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep the user's database and cache out of every test, and of the processes that tests start."""
+    """Keep the user's database and caches out of every test, and of the processes that tests start."""
     folder = tmp_path_factory.mktemp("own")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "FA_AUTOTUNE_DB", str(folder / "tuning.db"))
         patch.setitem(os.environ, "FA_AUTOTUNE_CACHE", str(folder / "cache"))
+        # Inductor finds a graph again by what it calls, also where another release's operators take other arguments.
+        patch.setitem(os.environ, "TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
         yield
 
 
