@@ -60,15 +60,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep the user's database and cache out of every test, and of the processes that tests start.
+    """Keep the user's database and caches out of every test, and of the processes that tests start.
 
-    The workers of a run share a cache: what is put there is named for what it holds, and written whole.
+    The workers of a run share the caches: what is put there is named for what it holds, and written whole.
     """
     folder = tmp_path_factory.mktemp("own")
     shared = tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "FA_AUTOTUNE_DB", str(folder / "tuning.db"))
         patch.setitem(os.environ, "FA_AUTOTUNE_CACHE", str(shared / "cache"))
+        # Inductor finds a graph again by what it calls, also where another release's operators take other arguments.
+        patch.setitem(os.environ, "TORCHINDUCTOR_CACHE_DIR", str(shared / "inductor"))
         yield
 
 
