@@ -68,6 +68,28 @@ def test_only_one_module_touches_what_triton_keeps_private() -> None:
     assert [name for name, names in touched.items() if names] == ["kernels/triton_private"]
 
 
+def private_to_torch(path: Path) -> Iterator[str]:
+    """Names with an underscore that a module reaches from torch, by dots or by an import."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute | ast.Import | ast.ImportFrom):
+            told = ast.unparse(node).replace(" import ", ".").removeprefix("from ").removeprefix("import.")
+            first, *names = told.removeprefix("import ").split(" as ")[0].split(".")
+            if first == "torch":
+                yield from (name for name in names if name.startswith("_") and not name.startswith("__"))
+
+
+def test_only_one_module_touches_what_torch_keeps_private(tmp_path: Path) -> None:
+    """And that one by `found`, which has a fallback."""
+    assert [name_of(path) for path in MODULES if list(private_to_torch(path))] == []
+    assert [name_of(path) for path in MODULES if "found" in imported_names(path)] == []
+    module = tmp_path / "module.py"
+    for line in ("torch._C._cuda_getDevice()", "from torch._dynamo import config", "import torch._dynamo.config as c"):
+        module.write_text(line)
+        assert list(private_to_torch(module))
+    module.write_text("from torch.nn import functional\ntorch.__version__, tensor._version, torch.cuda.is_available()")
+    assert not list(private_to_torch(module))
+
+
 def test_of_triton_itself_only_its_version_is_asked_elsewhere() -> None:
     tree = ast.parse((PACKAGE / "kernels" / "gpu.py").read_text())
     attributes = [

@@ -16,6 +16,7 @@ from fa_autotune.errors import UnsupportedError
 from fa_autotune.evaluation.measure import TimedRun
 from fa_autotune.evaluation.seeded import seeded_features
 from fa_autotune.ops.api import attention
+from fa_autotune.ops.torch_private import allow_recompilations
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.reference.features import Features
 
@@ -129,7 +130,7 @@ def _score_mod(features: Features, offset: int) -> Callable[..., Tensor] | None:
 def _compiled_flex() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415 - imports the compiler
 
-    torch._dynamo.config.cache_size_limit = 1000  # one compilation for each shape
+    allow_recompilations(1000)  # one for each shape
     return torch.compile(flex_attention, dynamic=False)
 
 

@@ -1,7 +1,7 @@
 """What torch keeps private and is touched all the same, here and nowhere else; each with a fallback where it is absent.
 
 They make a call cheap (allocation, the current GPU, an autograd function's own entry), or tell who looks on while it
-runs (transforms, tracing), which has no public name.
+runs (transforms, tracing), or set what has no public name.
 """
 
 from collections.abc import Callable
@@ -69,3 +69,13 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """
     inner: Callable[..., Any] = getattr(super(torch.autograd.Function, function), "apply", function.apply)
     return inner
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+def allow_recompilations(count: int) -> None:
+    """Let torch.compile make that many graphs of a function; where torch has no such limit there is none to lift."""
+    config = found("_dynamo.config", None)
+    if hasattr(config, "cache_size_limit"):
+        config.cache_size_limit = count
