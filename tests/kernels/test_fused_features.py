@@ -322,7 +322,7 @@ def test_the_fused_kernels_are_given_what_the_call_says(monkeypatch: pytest.Monk
         kernel: Any, tensors: Any, numbers: Sequence[float | int | None], *, is_counted: bool, like: Launch | None
     ) -> Launch:
         bound.append(Bound(kernel.candidate.family.kernel_pass, tuple(numbers)))
-        return lambda *_: None
+        return Launch(lambda *_: None)
 
     def kernel_for(problem: AttentionProblem, index: int) -> Any:
         return SimpleNamespace(candidate=SimpleNamespace(family=problem.family))

@@ -151,12 +151,12 @@ def test_the_fused_kernel_alone_is_given_slopes_and_seed(monkeypatch: pytest.Mon
     slopes, seed = torch.empty(1, 2), torch.zeros(1, dtype=torch.int64)
 
     def bind(kernel: Any, tensors: Sequence[Tensor], *_: Any, **__: Any) -> Launch:
-        def launch(counts: Counts | None, *actual: Tensor) -> None:
+        def run(_self: Launch, counts: Counts | None, *actual: Tensor) -> None:
             places = [place for place, one in enumerate(actual) if one is slopes or one is seed]
             given.append((kernel.candidate.family.kernel_pass, len(actual), places))
             assert [one.shape for one in actual] == [one.shape for one in tensors]
 
-        return launch
+        return Launch(run)
 
     def kernel_for(problem: AttentionProblem, index: int) -> Any:
         return SimpleNamespace(candidate=SimpleNamespace(family=problem.family))
