@@ -140,7 +140,7 @@ def screen_job(
     """Time a verified kernel on a problem."""
     regime = regime_for(problem, bench.device)
     return screen(
-        _bound_launch(built, problem, bench),
+        _timed_run(built, problem, bench),
         timer=_timer(regime, bench),
         regime=regime,
         policy=bench.policy,
@@ -168,7 +168,7 @@ def confirm_job(
     """Time finalists interleaved; one measurement for each, in their order."""
     regime = regime_for(problem, bench.device)
     return confirm(
-        [_bound_launch(built, problem, bench) for built in finalists],
+        [_timed_run(built, problem, bench) for built in finalists],
         timer=_timer(regime, bench),
         regime=regime,
         policy=bench.policy,
@@ -210,7 +210,7 @@ def _timer(regime: Regime, bench: TrialSetting) -> Timer:
     return make_timer(regime, bench.device, bench.device_index)
 
 
-def _bound_launch(built: Built, problem: AttentionProblem, bench: TrialSetting) -> TimedRun:
+def _timed_run(built: Built, problem: AttentionProblem, bench: TrialSetting) -> TimedRun:
     kernel = _loaded(built, bench.device.arch)
     workload = _workload(problem, str(bench.torch_device))
     outputs = workload.allocate()

@@ -8,10 +8,11 @@ each; where `triton_private` does not know the launcher, launches go through Tri
 
 import copy
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
 from itertools import count
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from fa_autotune.kernels.triton_private import FastPath, fast_path, is_descripto
 
 MAX_REMEMBERED_DESCRIPTORS = 1024  # of one kernel; training comes back to the same few addresses
 _ALIGNED = 16  # bytes, of an address that a descriptor has
+_lock = threading.Lock()
 _ADDRESSES = 1 << 64  # how far apart the keys of two bindings are
 
 
@@ -77,7 +79,10 @@ def bind(
         return known.bind(known.arguments(*tensors, *numbers, *counter), programs, like)
     arguments = list(kernel.module.arguments(*tensors, *numbers, *counter))
     if kernel.compiled is not None and index >= 0 and index not in kernel.launchers:
-        launcher = kernel.launchers[index] = _launcher_of(kernel, arguments, (*tensors, *counter), index)
+        with _lock:  # one for all threads
+            if index not in kernel.launchers:
+                kernel.launchers[index] = _launcher_of(kernel, arguments, (*tensors, *counter), index)
+        launcher: _Launcher | None = kernel.launchers[index]
         if launcher is not None:
             return launcher.bind(arguments, programs)
     return _Public(kernel, _Places(arguments, (*tensors, *counter)), arguments, programs)
@@ -198,7 +203,8 @@ class _Launcher:
             else:
                 values.append(None if position in pointers else value)
         kept = [shared.setdefault(value, value) if type(value) is int else value for value in values]
-        offset = like.offset if isinstance(like, _Bound) else next(self._serials) * _ADDRESSES
+        is_mine = isinstance(like, _Bound) and like.run is self._run
+        offset = cast("_Bound", like).offset if is_mine else next(self._serials) * _ADDRESSES
         return _Bound(self._run, programs, tuple(kept), offset)
 
     def _make_run(self, num_tensors: int) -> Callable[..., None]:
@@ -218,7 +224,11 @@ class _Launcher:
         def run(bound: _Bound, counts: Counts | None, *tensors: Tensor) -> None:
             if is_hooked(hooks):  # a profiler wants the launch's metadata
                 return self._run_publicly(bound, counts, tensors)
+            programs = bound.programs if counts is None else _programs_of(kernel, counts, tensors)
+            if programs == 0:
+                return None
             values = [*head, *bound.arguments]
+            values[programs_place] = programs
             for place, number in pointers:
                 values[place] = tensors[number].data_ptr()
             for place, number, slot, encoder in descriptors:
@@ -230,14 +240,9 @@ class _Launcher:
                         known.clear()
                     encoded = known[key] = encoder.of_address(address, values[place + 1 : place + encoder.count])
                 values[place] = encoded
-            if counts is None:
-                values[programs_place] = bound.programs
-            elif programs := _programs_of(kernel, counts, tensors):
-                values[programs_place] = programs
+            if counts is not None:
                 for place, number in counted:
                     values[place] = counts[number]
-            else:
-                return None
             stream = values[stream_place] = stream_of(index)
             if of_counter is not None:
                 values[of_counter] = scratch_address(index, stream)

@@ -51,7 +51,7 @@ class KernelPlan(CallKernels):
         self._results: Results | None = None if rows.is_packed else rows.results(q, v)
         self._backwards: dict[tuple[Any, ...], _Found] | None = None
         self._refusal: str | None = None  # "" for none; wide heads are asked about once
-        self._given = None if extras is NO_EXTRAS or rows.is_packed else _kinds(extras)
+        self._given = None if extras is NO_EXTRAS else rows.kinds(extras)
 
     def serves(self, call: Call) -> bool:
         """Whether the same kernels are chosen for a call on the same tensors: but for window and cap, they are."""
@@ -101,6 +101,9 @@ class KernelPlan(CallKernels):
         out_size, out_strides, lse_size, lse_strides = self._results or self.rows.results(q, v)
         out = home.allocate(out_size, out_strides, home.dtype)
         lse = home.allocate(lse_size, lse_strides, torch.float32)
+        counts = None if extras is NO_EXTRAS else self.rows.counts(q, k, extras)
+        if counts is not None and 0 in (counts.total_q, counts.total_k):  # no kernel is bound to tensors without rows
+            return out.zero_(), self.rows.lse_without_keys(lse, extras)
         launch = self._launch
         if launch is None:
             self._launch = launch = self.bound(self._forward_kernel, (q, k, v, out, lse), extras, self._like)
@@ -108,7 +111,7 @@ class KernelPlan(CallKernels):
         if extras is NO_EXTRAS:
             launch.run(launch, None, q, k, v, out, lse)
         else:
-            launch(self.rows.counts(q, k, extras), q, k, v, out, lse, *extras.given())
+            launch.run(launch, counts, q, k, v, out, lse, *extras.given())
         return out, lse
 
     def backward(
@@ -116,7 +119,7 @@ class KernelPlan(CallKernels):
     ) -> Gradients:
         """The needed gradients; the saved tensors may have come back with other strides and addresses (from hooks).
 
-        InvalidProblemError if they came back with another shape or dtype.
+        InvalidProblemError if they came back with another shape, dtype or device.
         """
         if self.home.index >= 0 and current_gpu() != self.home.index:
             with torch.cuda.device(self.home.index):
@@ -131,7 +134,8 @@ class KernelPlan(CallKernels):
         key = (
             q.stride(), k.stride(), v.stride(), out.stride(), d_out.stride(), needed,
             None if into is None else into.k.stride(),  # parts of one new tensor, so that one tells of all
-            (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | d_out.data_ptr()) & 15,
+            # Apart, since kernels read them apart: q, k and v; out; d_out.
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15, out.data_ptr() & 15, d_out.data_ptr() & 15,
             None if slopes is None else slopes.stride(),
             None if mask is None else (mask.stride(), mask.data_ptr() & 15),
         )  # fmt: skip
@@ -182,20 +186,21 @@ class KernelPlan(CallKernels):
         expected = self.rows.saved_sizes(self.family, self.shape, saved)
         q, k, v, out, lse, _ = saved
         if (q.shape, k.shape, v.shape, out.shape, lse.shape) != expected or not (
-            q.dtype is k.dtype is v.dtype is out.dtype is self.home.dtype and lse.dtype is torch.float32
+            q.dtype is k.dtype is v.dtype is out.dtype is self.home.dtype
+            and lse.dtype is torch.float32
+            and q.device == k.device == v.device == out.device == lse.device
+            and q.get_device() == self.home.index
         ):
-            found = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (q, k, v, out, lse))
+            found = ", ".join(
+                f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}" for tensor in (q, k, v, out, lse)
+            )
             raise InvalidProblemError(
                 f"q, k, v, out and lse came to the backward as {found}; the forward saved "
-                f"{', '.join(map(str, expected))}, {self.home.dtype} and lse in float32. A hook on saved tensors must "
-                "give back what it was given"
+                f"{', '.join(map(str, expected))}, {self.home.dtype} and lse in float32, all where the call was. "
+                "A hook on saved tensors must give back what it was given"
             )
-        if self._given is not None and _kinds(saved.extras) != self._given:
+        if self._given is not None and (kinds := self.rows.kinds(saved.extras)) != self._given:
             raise InvalidProblemError(
-                f"slopes, sinks, mask or seed came to the backward as {_kinds(saved.extras)}; the forward saved "
+                f"slopes, sinks, mask, seed or cu_seqlens came to the backward as {kinds}; the forward saved "
                 f"{self._given}. A hook on saved tensors must give back what it was given"
             )
-
-
-def _kinds(extras: Extras) -> tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]:
-    return tuple(None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in extras)

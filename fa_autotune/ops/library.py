@@ -73,6 +73,8 @@ def _backward(
     call, extras = _said(arguments)
     plan = plan_of(q, k, v, extras, call)
     gradients = plan.backward(Saved(q, k, v, out, lse, extras), d_out, d_lse, Needed(*needed))
+    if gradients.attn_mask is not None:  # what is written for whole 16 bytes is not what was promised to the compiler
+        gradients = gradients._replace(attn_mask=gradients.attn_mask.contiguous())
     # An operator's results are tensors: one of no element stands for a gradient that nobody needs.
     return tuple(q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 

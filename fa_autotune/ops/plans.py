@@ -109,7 +109,7 @@ def _new_plan(rows: Rows, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call:
     if rows.is_empty(q, k, extras):
         return _EmptyPlan(rows, call)
     if scale is not None and not MIN_SCALE <= scale <= MAX_SCALE:
-        return _SignPlan(call, scale)
+        return _SignPlan(q, k, v, extras, call)
     if call.backend != REFERENCE and runs_kernels(q):
         if isinstance(known, KernelPlan) and known.serves(call):
             return known.with_numbers(call)
@@ -210,13 +210,15 @@ class _ReferencePlan(_PlainPlan):
 class _SignPlan:
     """Kernels fold the scale into an fp32 exponent, where it must be positive: a sign, or a zero, is moved into q."""
 
-    gradient_refusal: str | None = None
     sizes: tuple[tuple[int, ...], ...] = ()
 
-    def __init__(self, call: Call, scale: float) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call) -> None:
+        scale = call.softmax_scale
+        assert scale is not None
         self.call = call
         self._is_zero = abs(scale) < MIN_SCALE
         self._positive = call._replace(softmax_scale=1.0 if self._is_zero else -scale)
+        self.gradient_refusal = plan_of(self._moved(q), k, v, extras, self._positive).gradient_refusal
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
         """That of the positive scale."""

@@ -12,8 +12,10 @@ from fa_autotune.paths import pack_paths
 from fa_autotune.problem.device import known_device
 from fa_autotune.problem.problem import AttentionProblem
 
-RESULTS = [
-    path for path in sorted((Path(__file__).parents[2] / "docs/results").glob("*.json")) if "untuned" not in path.stem
+RESULTS = [  # those of kernels, tuned
+    path
+    for path in sorted((Path(__file__).parents[2] / "docs/results").glob("*.json"))
+    if "untuned" not in path.stem and "-host-" not in path.stem
 ]
 
 

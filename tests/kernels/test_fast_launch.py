@@ -243,6 +243,20 @@ def test_a_launcher_is_looked_for_once_for_each_kernel_and_gpu(
     assert launched == [(*FIXED, tensor.data_ptr(), tensor.numel()) for tensor in tensors]
 
 
+def test_a_launch_is_like_another_of_its_own_launcher_only(launched: Recorder) -> None:
+    """Two launchers may have given their bindings the same keys of descriptors."""
+    run = Launcher(wrapped(launched, ["layout"]))
+    kernel = Kernel(run, lambda q, scale: (describe(q), scale), names=("q", "scale"))
+    (long, short), place = (on_gpu(8, 4), on_gpu(2, 4)), on_gpu(8, 4)
+    lost = bound(kernel, long, 0.5)
+    kernel.launchers.clear()
+    bound(kernel, short, 0.5)(None, place)
+    like: Any = lost
+    bind(kernel, [long], [0.25], like=like)(None, place)  # type: ignore[arg-type]
+    of_short, of_long = (arguments[len(FIXED)] for arguments in launched)
+    assert of_short is not of_long
+
+
 @pytest.mark.parametrize("way", ["past the launcher", "public"])
 def test_no_tensor_is_kept(way: str, launched: Recorder) -> None:
     run = Launcher(wrapped(launched, ["layout"])) if way == "past the launcher" else None

@@ -413,6 +413,19 @@ def test_the_operators_keep_their_promises_with_a_mask(kind: str, reference_only
     torch.library.opcheck(torch.ops.fa_autotune.backward.default, arguments, {"attn_mask": mask.detach()})
 
 
+@runs_kernels
+def test_the_gradient_of_a_mask_lies_as_the_operator_promises() -> None:
+    """Kernels write it with rows of whole 16 bytes."""
+    tensors = make(12, 12, dtype=FLOAT32)
+    mask = numbers(2, 4, 12, 12)
+    call = Call(None, FULL, BSHD, GENERATED)
+    out, lse = torch.ops.fa_autotune.forward(*tensors, *call, attn_mask=mask)
+    arguments = (torch.randn_like(out), None, *tensors, out, lse, list(Needed(True, True, True, attn_mask=True)), *call)
+    torch.library.opcheck(
+        torch.ops.fa_autotune.backward.default, arguments, {"attn_mask": mask}, test_utils="test_faketensor"
+    )
+
+
 def test_a_compiled_call_gives_the_gradients_of_the_eager_one(reference_only: None) -> None:
     q, k, v, mask = requiring(*make_small(20, 30, dtype=FLOAT32, device=CPU), numbers(20, 30, device=CPU))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fa_autotune import attention
+from fa_autotune import attention, attention_varlen
 from fa_autotune.errors import InvalidProblemError, NoKernelError
 from fa_autotune.ops import call_kernels, kernel_plan, plans
 from fa_autotune.ops.call import BHSD, FULL, GENERATED, NO_EXTRAS, Call, Needed, Saved
@@ -140,8 +140,84 @@ def test_a_hook_that_changes_what_was_saved_beside_q_k_and_v_is_told(name: str) 
 
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, changed):
         out = attention(q, k, v, **{name: given})
-    with pytest.raises(InvalidProblemError, match=r"slopes, sinks, mask or seed came to the backward as .*float16"):
+    with pytest.raises(InvalidProblemError, match=r"mask, seed or cu_seqlens came to the backward as .*float16"):
         out.sum().backward()
+
+
+def packed_call(lengths: list[int]) -> tuple[Tensor, ...]:
+    """q, k, v with a gradient and the starts of sequences, those of q and of k apart."""
+    q, k, v = requiring(*(tensor[0] for tensor in make_small(sum(lengths), sum(lengths))))
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, torch.int32)
+    return q, k, v, starts, starts.clone()
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda tensor: torch.stack([tensor, tensor], 1)[:, 0],
+        lambda tensor: tensor.long(),
+        lambda tensor: tensor[:2],
+    ],
+    ids=["stride", "dtype", "number of one only"],
+)
+def test_a_hook_that_changes_where_sequences_lie_is_told(changed: Callable[[Tensor], Tensor]) -> None:
+    *tensors, starts_q, starts_k = packed_call([5, 8])
+    address = starts_q.data_ptr()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (tensor, tensor.data_ptr() == address), lambda kept: changed(kept[0]) if kept[1] else kept[0]
+    ):
+        out = attention_varlen(*tensors, starts_q, starts_k, causal=True)
+    with pytest.raises(InvalidProblemError, match="mask, seed or cu_seqlens came to the backward as"):
+        out.sum().backward()
+
+
+@runs_kernels
+def test_a_hook_that_changes_the_device_is_told() -> None:
+    q, k, v = requiring(*make_small(9, 11))
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to("meta") if 11 in tensor.shape else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(moved, lambda tensor: tensor):
+        out = attention(q, k, v)
+    with pytest.raises(InvalidProblemError, match="on meta"):
+        out.sum().backward()
+
+
+@runs_kernels
+def test_tensors_that_are_less_aligned_have_a_backward_of_their_own(cold: None) -> None:
+    """Whichever they are: kernels read q, k and v, out, and its gradient apart."""
+    memory = torch.zeros(1 << 12, dtype=BFLOAT16, device=DEVICE)
+
+    def at(offset: int, tensor: Tensor) -> Tensor:
+        placed = memory[offset : offset + tensor.numel()].view(tensor.shape)
+        return placed if offset else tensor
+
+    q, k, v = heads_first()
+    q = torch.cat([q.new_zeros(4), q.flatten()])[4:].view(q.shape)  # 8 bytes past 16
+    plan = plan_for(q, k, v)
+    out, lse = plan.forward(q, k, v, NO_EXTRAS)
+    d_out = gradient_of(out.shape)
+    for offset in (0, 4):
+        plan.backward(Saved(q, k, v, out, lse), at(offset, d_out), None, Needed(True, True, True))
+    assert plan._backwards is not None
+    assert len(plan._backwards) == 2
+
+
+@runs_kernels
+@pytest.mark.parametrize("totals", [(0, 5), (5, 0), (0, 0)])
+def test_no_kernel_is_bound_to_tensors_without_rows(
+    totals: tuple[int, int], cold: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_kernels, "bind", None)  # not to be called
+    q, k, _ = (tensor[0] for tensor in make_small(max(totals[0], 1), max(totals[1], 1)))
+    q, k = q[: totals[0]], k[: totals[1]]
+    starts = [torch.tensor([0, total], dtype=torch.int32, device=DEVICE) for total in totals]
+    sinks = torch.rand(q.shape[1], device=DEVICE)
+    out, lse = attention_varlen(q, k, k, *starts, sinks=sinks, return_lse=True)
+    assert not out.any()
+    assert torch.equal(lse, sinks[:, None].expand(lse.shape))
 
 
 class NoBackward:
@@ -169,3 +245,12 @@ def test_whether_gradients_are_served_is_asked_once_and_for_wide_heads_only(
     assert (refusal is None) is (times == 0)
     assert refusal is None or refusal.startswith("it takes more shared memory than there is; gradients are served up")
     assert len(plans._plans) == 1
+
+
+@runs_kernels
+def test_what_is_refused_of_a_scale_is_refused_of_its_opposite(cold: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_plan, "dispatcher_of", lambda index: NoBackward())
+    for scale in (-0.5, 0.0):
+        plan = plan_of(*heads_first(512), NO_EXTRAS, Call(scale, FULL, BHSD, GENERATED))
+        assert plan.gradient_refusal == plan_for(*heads_first(512)).gradient_refusal
+        assert plan.gradient_refusal

@@ -124,6 +124,16 @@ def test_launches_are_told_what_changes_among_calls_of_one_plan(layout: int) -> 
     assert rows_of(layout).counts(q, k, extras) == (Counts(2, 7, 10) if layout == PACKED else None)
 
 
+def test_no_key_and_one_key_on_average_are_one_kind() -> None:
+    """And two are another: kernels are chosen by powers of two, and the same on every rank."""
+    q, _, _, extras = tensors_of(PACKED)
+    none, one, two = (
+        rows_of(PACKED).key(q, torch.empty(total, 2, 16), torch.empty(total, 2, 24), extras, call_of(PACKED))
+        for total in (0, 2, 4)
+    )
+    assert none == one != two
+
+
 # --- which keys are seen ----------------------------------------------------------------------------------------------
 
 
@@ -316,6 +326,10 @@ def test_lse_of_rows_without_keys_is_their_sink_where_they_belong_to_a_sequence(
     lse = rows_of(layout).lse_without_keys(results_of(layout)[1], given)
     if with_sinks and layout != PACKED:
         assert torch.equal(lse, sinks[None, :, None].expand(2, 4, 7))
+    elif with_sinks:
+        assert torch.equal(lse, sinks[:, None].expand(4, 7))
+        shorter = given._replace(cu_seqlens_q=starts_of([3, 2]))
+        assert (rows_of(layout).lse_without_keys(lse, shorter)[:, 5:] == float("-inf")).all()
     else:
         assert (lse == float("-inf")).all()
 

@@ -92,6 +92,10 @@ class FixedRows:
                     f"{(batch_size, heads)} on {q.device}: expand it"
                 )
 
+    def kinds(self, extras: Extras) -> tuple[Any, ...]:
+        """Shape, dtype and device of each."""
+        return tuple(None if one is None else (tuple(one.shape), one.dtype, one.device) for one in extras)
+
     def is_empty(self, q: Tensor, k: Tensor, extras: Extras) -> bool:
         """No query, or no key."""
         return q.numel() == 0 or k.numel() == 0

@@ -57,9 +57,9 @@ class PackedRows:
         key: tuple[Any, ...] = (
             heads, head_dim, kv_heads, key_dim, v.shape[1:], q.stride(), k.stride(), v.stride(), q.dtype, k.dtype,
             v.dtype, index, k.get_device(), v.get_device(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
-            # Powers of two that hold the number of sequences and the mean lengths; 0 is a kind of its own.
-            (num_sequences - 1).bit_length(), ((total_q - 1) // count).bit_length(),
-            ((total_k - 1) // count).bit_length(), num_sequences == 0,
+            # Powers of two that hold the number of sequences, of which 0 is a kind of its own, and the mean lengths.
+            (num_sequences - 1).bit_length(), (((total_q or 1) - 1) // count).bit_length(),
+            (((total_k or 1) - 1) // count).bit_length(), num_sequences == 0,
             cu_seqlens_q.dtype, cu_seqlens_q.stride(), cu_seqlens_q.get_device(),
             cu_seqlens_k is cu_seqlens_q
             or (cu_seqlens_k.dtype, cu_seqlens_k.stride(), cu_seqlens_k.get_device()),
@@ -80,6 +80,8 @@ class PackedRows:
             key += tuple(tensor.device.type for tensor in (q, k, v, cu_seqlens_q, cu_seqlens_k))
         for tensor in (slopes, sinks, seed):
             key += (None,) if tensor is None else (tensor.ndim, tensor.stride(), tensor.dtype, tensor.device)
+        if seed is not None:
+            key += (seed.shape,)
         return key
 
     def check_kinds(self, q: Any, k: Any, v: Any, extras: Extras) -> None:
@@ -139,6 +141,17 @@ class PackedRows:
                 f"pass {BOTTOM_RIGHT}"
             )
         check_seed(extras.dropout_seed, call.dropout_p, q.device)
+
+    def kinds(self, extras: Extras) -> tuple[Any, ...]:
+        """Dtype and device of each, the seed's shape, and whether all others are for the same number of sequences."""
+        starts_q, starts_k = _starts(extras)
+        slopes, seed = extras.alibi_slopes, extras.dropout_seed
+        return (
+            *(None if one is None else (one.ndim, one.dtype, one.device) for one in extras),
+            None if seed is None else tuple(seed.shape),
+            starts_q.is_contiguous() and starts_k.is_contiguous(),
+            starts_q.shape == starts_k.shape and (slopes is None or slopes.shape[0] == starts_q.shape[0] - 1),
+        )
 
     def is_empty(self, q: Tensor, k: Tensor, extras: Extras) -> bool:
         """No sequence, or no head: rows of none."""
@@ -222,8 +235,13 @@ class PackedRows:
         delta[:, places] = delta[:, places] - d_lse
 
     def lse_without_keys(self, lse: Tensor, extras: Extras) -> Tensor:
-        """−inf: rows of no sequence have no sink."""
-        return lse.fill_(float("-inf"))
+        """−inf, but the sink of rows that belong to a sequence."""
+        lse.fill_(float("-inf"))
+        if extras.sinks is None:
+            return lse
+        starts_q, _ = _starts(extras)
+        is_row = torch.arange(lse.shape[1], device=lse.device) < starts_q.max()
+        return lse.copy_(torch.where(is_row, extras.sinks[:, None], lse))
 
     def reference_forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call) -> tuple[Tensor, Tensor]:
         """Sequence by sequence: it waits for the device."""

@@ -48,6 +48,10 @@ class Rows(Protocol):
         """All rules of a call's tensors; InvalidProblemError, UnsupportedError."""
         ...
 
+    def kinds(self, extras: Extras) -> tuple[Any, ...]:
+        """What the extras of a call are; those that were saved must come back so."""
+        ...
+
     def is_empty(self, q: Tensor, k: Tensor, extras: Extras) -> bool:
         """Whether there is nothing to compute."""
         ...
