@@ -12,6 +12,7 @@ import click
 import pytest
 
 from fa_autotune.cli import main
+from kit.combinations import rest
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
@@ -59,7 +60,14 @@ def test_the_readme_shows_every_kind_of_use() -> None:
     assert shown >= {"tune", "db"}
 
 
-@pytest.mark.parametrize("path", [path for path in DOCUMENTS if blocks(path, "python")], ids=lambda path: path.name)
+WITH_EXAMPLES = [path for path in DOCUMENTS if blocks(path, "python")]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [ROOT / "README.md", *rest(path for path in WITH_EXAMPLES if path.name != "README.md")],
+    ids=lambda path: path.name,
+)
 def test_python_examples_run(path: Path, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text("\n".join(blocks(path, "python")))
