@@ -8,6 +8,7 @@ from pathlib import Path
 import platformdirs
 
 from fa_autotune.errors import FaAutotuneError
+from fa_autotune.files import own_folder
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -50,6 +51,14 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     if chosen := environ.get("FA_AUTOTUNE_CACHE"):
         return expanded(chosen)
     return _user_dir(platformdirs.user_cache_dir, instead="FA_AUTOTUNE_CACHE")
+
+
+def own_cache_folder(folder: Path, environ: Mapping[str, str] = os.environ) -> Path:
+    """Make a folder of things that are run, in the cache as a rule, for this user alone.
+
+    FaAutotuneError where another user could have put something there; OSError where it can't be made.
+    """
+    return own_folder(folder, within=cache_dir(environ), variable="FA_AUTOTUNE_CACHE")
 
 
 def expanded(path: Path | str) -> Path:

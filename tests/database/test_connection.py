@@ -1,9 +1,7 @@
 """Which files open, where, and what a refusal says."""
 
-import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from kit.tuning_samples import (
     ok_record,
     write_pack,
 )
+from kit.without_root import outcome as outcome_without_root
 
 
 @pytest.fixture
@@ -122,28 +121,11 @@ class TestFile:
 
 def outcome(folder: Path, action: Callable[[Path], object]) -> str:
     """What an action gives, or its error, in a process that can't write the folder, even if root runs the tests."""
-    read_end, write_end = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads that other tests left; the child needs none
-        child = os.fork()
-    if child == 0:
-        folder.chmod(0o555)
-        if os.geteuid() == 0:
-            os.setgroups([])
-            os.setgid(65534)
-            os.setuid(65534)
-        try:
-            text = str(action(folder))
-        except BaseException as error:  # noqa: BLE001  the parent looks at it
-            text = f"{type(error).__name__}: {error}"
-        os.write(write_end, text.encode())
-        os._exit(0)
-    os.close(write_end)
-    with open(read_end) as answer:
-        text = answer.read()
-    os.waitpid(child, 0)
-    folder.chmod(0o755)
-    return text
+    folder.chmod(0o555)
+    try:
+        return outcome_without_root(lambda: action(folder))
+    finally:
+        folder.chmod(0o755)
 
 
 @pytest.fixture
