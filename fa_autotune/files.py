@@ -178,7 +178,7 @@ def output_path(path: Path, kind: OutputKind, *, databases: Iterable[Path] = ())
     """
     target, kept = _real(path), [_real(database) for database in databases]
     if any(target == database or _are_same_file(target, database) for database in kept):
-        raise kind.error(f"{path} is the tuning database, which is never written over; name another file")
+        raise kind.error(f"{path} is the tuning database in use, which is never written over; name another file")
     for side in (side for side in _SIDE_FILES if target.name.endswith(side) and target.name != side):
         beside = target.with_name(target.name.removesuffix(side))
         if beside in kept or (beside.is_file() and _head(beside).startswith(SQLITE_MAGIC)):

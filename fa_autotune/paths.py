@@ -46,6 +46,14 @@ def database_path(environ: Mapping[str, str] = os.environ) -> Path:
     return _user_dir(platformdirs.user_data_dir, instead="FA_AUTOTUNE_DB") / "tuning.db"
 
 
+def users_databases(environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """The user's tuning database, or nothing where this user has no place for one."""
+    try:
+        return [database_path(environ)]
+    except FaAutotuneError:
+        return []
+
+
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """Folder of generated candidates and compiled kernels: FA_AUTOTUNE_CACHE, or the user cache folder."""
     if chosen := environ.get("FA_AUTOTUNE_CACHE"):

@@ -297,7 +297,7 @@ class TestWriteOutput:
                 if not exists:
                     return
                 named.hardlink_to(database)
-        with pytest.raises(FaAutotuneError, match="is the tuning database, which is never written over"):
+        with pytest.raises(FaAutotuneError, match="is the tuning database in use, which is never written over"):
             write_output(named, "Dear", LETTER, databases=[database])
         assert database.exists() is exists
 

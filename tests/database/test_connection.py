@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fa_autotune.database import TuningDatabase
+from fa_autotune.database import TuningDatabase, connection
 from fa_autotune.database.schema import SCHEMA_VERSION
 from fa_autotune.errors import DatabaseError, FaAutotuneError, SchemaTooNewError
+from fa_autotune.files import locked
 from fa_autotune.paths import database_path
 from kit.database_files import edit, records, scalars
 from kit.tuning_samples import (
@@ -112,6 +113,39 @@ class TestFile:
     def test_a_read_only_database_refuses_to_write(self, pack: Path) -> None:
         with TuningDatabase(pack, read_only=True) as database, pytest.raises(DatabaseError, match="can't be written"):
             begin(database)
+
+    @pytest.mark.parametrize("victim", ["precious", None])
+    def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(
+        self, victim: str | None, tmp_path: Path
+    ) -> None:
+        if victim:
+            (tmp_path / "victim").write_text(victim)
+        (tmp_path / "tuning.db.lock").symlink_to(tmp_path / "victim")
+        with pytest.raises(
+            DatabaseError, match=r"tuning\.db\.lock can't be opened as a lock.*remove it if it is a link"
+        ):
+            TuningDatabase(tmp_path / "tuning.db")
+        assert (tmp_path / "victim").exists() is (victim is not None)
+        assert victim is None or (tmp_path / "victim").read_text() == victim
+
+    def test_a_lock_that_another_process_holds_is_waited_for_as_long_as_a_database(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert connection.BUSY_TIMEOUT_S == 30
+        monkeypatch.setattr(connection, "BUSY_TIMEOUT_S", 0.1)
+        with (
+            locked(tmp_path / "tuning.db.lock", wait_s=0),
+            pytest.raises(
+                DatabaseError, match=r"tuning\.db\.lock is locked: another process kept it for 0\.1 s; end that"
+            ),
+        ):
+            TuningDatabase(tmp_path / "tuning.db")
+        TuningDatabase(tmp_path / "tuning.db").close()
+
+    def test_folders_are_for_this_user_alone(self, tmp_path: Path) -> None:
+        inner = tmp_path / "a" / "b"
+        TuningDatabase(inner / "tuning.db").close()
+        assert [oct(folder.stat().st_mode & 0o777) for folder in (inner, inner.parent)] == ["0o700", "0o700"]
 
     def test_reading_a_pack_leaves_nothing_beside_it(self, pack: Path) -> None:
         with TuningDatabase(pack, read_only=True) as database:
