@@ -43,11 +43,10 @@ def own_folder(folder: Path, *, within: Path, variable: str) -> Path:
     environment variable that chooses another place; OSError where it can't be made.
     """
     below = [one for one in (folder, *folder.parents) if within in one.parents]
-    for one in reversed(below):
-        if os.path.lexists(one) and not one.is_dir():
+    for one in (within, *reversed(below)) if below else (folder,):
+        if one in below and os.path.lexists(one) and not one.is_dir():
             set_aside(one)
-    make_folder(folder)
-    for one in dict.fromkeys((*([within] if below else []), *reversed(below), folder)):
+        make_folder(one)
         if reason := written_by_others(one):
             raise MachineError(f"{reason}, and what is in {folder} is run; set {variable} to a folder of your own")
         _let_me_in(one)
