@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fa_autotune.errors import CompileError, FaAutotuneError
+from fa_autotune.errors import CompileError, MachineError
 from fa_autotune.files import holds, write_whole
 from fa_autotune.kernels.render import KernelSource
 from fa_autotune.kernels.triton_private import compile_kernel
@@ -40,7 +40,7 @@ def candidates_dir() -> Path:
 def write_module(source: KernelSource, folder: Path) -> ModuleFile:
     """Write a generated module unless the same bytes are there; whatever else has its name makes way.
 
-    FaAutotuneError if the folder can't be written, or if another user could write it.
+    MachineError if the folder can't be written, or if another user could write it.
     """
     path = folder / f"{source.name}.py"
     content = source.text.encode()
@@ -49,7 +49,7 @@ def write_module(source: KernelSource, folder: Path) -> ModuleFile:
         if not holds(path, content):
             write_whole(path, content, durable=False)
     except OSError as error:
-        raise FaAutotuneError(
+        raise MachineError(
             f"{path} can't be written ({error.strerror or error}), and generated kernels are kept there; make {folder} "
             "writable and see that its disk has space, or set FA_AUTOTUNE_CACHE to another folder"
         ) from error
