@@ -349,10 +349,10 @@ class TestPool:
                 assert result.resources is not None
                 assert result.resources.registers == known.registers
 
-    def test_raises_what_is_no_fault_of_the_kernel(self, folder: Path) -> None:
-        source = "raise MemoryError('planted')\n"
-        with CompilePool(1, deadline_s=PATIENCE_S) as pool, pytest.raises(MachineError, match="planted"):
-            compiled(pool, request_for_source(folder, "without_memory", source))
+    def test_raises_what_is_no_fault_of_the_kernel(self, compile_pool: CompilePool, folder: Path) -> None:
+        request = request_for_source(folder, "without_memory", "raise MemoryError('planted')\n")
+        with pytest.raises(MachineError, match="planted"):
+            compiled(compile_pool, request)
 
     def test_closes_at_once_in_the_middle_of_a_compile(self, folder: Path) -> None:
         hanging = request_for_source(folder, "hanging_too", "import time\ntime.sleep(300)\n")
