@@ -4,6 +4,7 @@ Nothing here trusts what it finds under a name: links are not followed where a n
 before contents, and a file is replaced as a whole or not at all.
 """
 
+import errno
 import fcntl
 import os
 import secrets
@@ -27,13 +28,14 @@ _POLL_S = 0.02
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it that are missing, for this user alone, whatever the umask."""
+    """Make a folder, and those above it that are missing, for this user alone, whatever the umask. OSError."""
     missing = [above for above in (folder, *folder.parents) if not os.path.lexists(above)]
     for one in reversed(missing):
         with suppress(FileExistsError):  # another process was faster
             one.mkdir(0o700)
             one.chmod(0o700)  # a umask may have taken more away
-    folder.mkdir(exist_ok=True)  # FileExistsError where it is something else
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 
 
 def own_folder(folder: Path, *, within: Path, variable: str) -> Path:
@@ -55,7 +57,7 @@ def own_folder(folder: Path, *, within: Path, variable: str) -> Path:
 
 def set_aside(path: Path) -> None:
     """Move what has a name away from it, to another one in the same folder; a file can't replace a folder."""
-    os.rename(path, path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.aside"))
+    os.rename(path, path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}.aside"))
 
 
 def _let_me_in(folder: Path) -> None:
@@ -120,22 +122,25 @@ def write_whole(path: Path, content: bytes | str, *, durable: bool = True, mode:
     """Write a file in a folder that is there: readers see the old content or the new, also after a crash if `durable`.
 
     The umask applies to `mode`. What lies under the name is replaced, never written through: a link too, while a folder
-    is moved aside. OSError.
+    is moved aside. OSError that names `path`.
     """
     data = content.encode() if isinstance(content, str) else content
-    draft = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.tmp")
+    draft = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(draft, flags, mode)
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        put_in_place(draft, path, durable=durable)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+        descriptor = os.open(draft, flags, mode)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())
+            put_in_place(draft, path, durable=durable)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+    except OSError as error:  # nobody knows the draft
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def put_in_place(draft: Path, path: Path, *, durable: bool = True) -> None:
@@ -164,7 +169,14 @@ class OutputKind:
 
 
 def write_output(path: Path, content: bytes | str, kind: OutputKind, *, databases: Iterable[Path] = ()) -> None:
-    """Write what a user asked for to the file that a user named, whole or not at all; see `output_path`."""
+    """Write what a user asked for to the file that a user named, whole or not at all; see `output_path`.
+
+    What keeps nothing is written to as it is: a pipe, a terminal, /dev/null.
+    """
+    if _keeps_nothing(path):
+        with path.open("wb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
+        return
     target = output_path(path, kind, databases=databases)
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666
     write_whole(target, content, mode=mode)
@@ -191,6 +203,14 @@ def output_path(path: Path, kind: OutputKind, *, databases: Iterable[Path] = ())
         found = "an SQLite database, not" if head.startswith(SQLITE_MAGIC) else "not"
         raise kind.error(f"{path} exists and is {found} {kind.name}; name a new file, or remove it first")
     return target
+
+
+def _keeps_nothing(path: Path) -> bool:
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)
 
 
 def _real(path: Path) -> Path:

@@ -65,7 +65,7 @@ class TestMakeFolder:
 
     def test_refuses_a_file(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
-        with pytest.raises(FileExistsError):
+        with pytest.raises(NotADirectoryError):
             make_folder(tmp_path / "file")
 
 
@@ -312,15 +312,29 @@ class TestWriteOutput:
         with pytest.raises(FaAutotuneError, match="belongs to"):
             write_output(tmp_path / f"new.db{side}", "Dear", LETTER, databases=[tmp_path / "new.db"])
 
-    @pytest.mark.parametrize("kind", ["folder", "fifo", "device"])
-    def test_refuses_what_is_no_file(self, kind: str, tmp_path: Path) -> None:
+    def test_refuses_a_folder(self, tmp_path: Path) -> None:
+        with pytest.raises(FaAutotuneError, match="is a folder; name the file to write"):
+            write_output(tmp_path, "Dear", LETTER)
+
+    def test_goes_through_a_pipe_and_leaves_it_there(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe")
+        reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+        write_output(tmp_path / "pipe", "Dear", LETTER)
+        assert (os.read(reader, 100), (tmp_path / "pipe").is_fifo()) == (b"Dear", True)
+        os.close(reader)
+
+    @pytest.mark.parametrize("kind", ["fifo", "device"])
+    def test_gives_no_path_of_what_can_not_be_replaced(self, kind: str, tmp_path: Path) -> None:
+        """For what is not written in one go, such as a pack."""
         path = Path("/dev/null") if kind == "device" else tmp_path / "found"
         if kind == "fifo":
             os.mkfifo(path)
-        elif kind == "folder":
-            path.mkdir()
-        with pytest.raises(FaAutotuneError, match=r"is a folder|is no plain file"):
-            write_output(path, "Dear", LETTER)
+        with pytest.raises(FaAutotuneError, match="is no plain file"):
+            output_path(path, LETTER)
+
+    def test_that_fails_names_the_file_and_not_its_draft(self, tmp_path: Path) -> None:
+        with pytest.raises(OSError, match=re.escape(f"'{tmp_path / 'none' / 'letter'}'") + "$"):
+            write_output(tmp_path / "none" / "letter", "Dear", LETTER)
 
     def test_refuses_with_the_error_of_the_kind(self, tmp_path: Path) -> None:
         kind = OutputKind(name="a pack", is_one=lambda head: False, error=DatabaseError)
