@@ -64,7 +64,7 @@ class _Step:
 
     def __init__(self, kernels: CallKernels, kernel: LoadedKernel) -> None:
         self._kernels, self._kernel = kernels, kernel
-        self._extras = kernel.candidate.family.extra_tensors
+        self._extras = kernel.extra_tensors
         self._launch: Launch | None = None
 
     def __call__(self, counts: Counts | None, extras: Extras, *tensors: Tensor) -> None:

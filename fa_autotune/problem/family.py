@@ -6,7 +6,7 @@ one never changes old keys.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import lru_cache
 from typing import Any, Self
@@ -55,8 +55,26 @@ def require_int(name: str, value: object, low: int, high: int) -> None:
         raise InvalidProblemError(f"{name}={value!r} is not an integer from {low} to {high}")
 
 
+class KeepsHash:
+    """A frozen dataclass whose hash is worked out once, since that of many fields takes long.
+
+    It is no field, so that it stays behind when a value goes to another process, where texts have other hashes.
+    """
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            values = tuple([getattr(self, one.name) for one in fields(self)])  # type: ignore[arg-type]
+            object.__setattr__(self, "_hash", hash(values))
+            return self._hash
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionFamily:
+class AttentionFamily(KeepsHash):
     """What changes the generated source.
 
     `bounded_right` is true where a query row must not see keys past a diagonal (causal, or a window to the right), and
@@ -96,6 +114,8 @@ class AttentionFamily:
     dropout: bool = False
     varlen: bool = False
     tf32: bool = False
+
+    __hash__ = KeepsHash.__hash__
 
     def __post_init__(self) -> None:
         kinds = {"kernel_pass": Pass, "dtype": DType, "access": Access, "bounded_right": bool}

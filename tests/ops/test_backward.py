@@ -6,7 +6,6 @@ addresses of a later one. A kernel that adds to its output really adds, and no m
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +26,7 @@ from fa_autotune.problem.passes import FUSED_BACKWARD, SPLIT_BACKWARD, Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.reference.attention import TORCH_DTYPES, attention_reference, gradients_from_statistics
 from fa_autotune.space.workspace import fused_tile
+from kit.loaded_kernels import as_loaded
 from kit.winners import A100, H200, all_winners, dispatcher
 
 NAN = float("nan")
@@ -48,7 +48,7 @@ class PlainKernels:
     def kernel_for(self, problem: AttentionProblem, index: int) -> Any:
         """As `loaded_kernels.kernel_for`: as much of a loaded kernel as a backward reads."""
         self.chosen.append(problem.family)
-        return SimpleNamespace(problem=problem, candidate=SimpleNamespace(family=problem.family))
+        return as_loaded(problem.family, problem=problem)
 
     def bind(
         self,

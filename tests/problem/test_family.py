@@ -1,5 +1,7 @@
 """Families: keys, passes by name, what goes together, and how they are read."""
 
+import copy
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -111,3 +113,12 @@ def test_sequences_in_a_row_with_a_mask_are_no_family(other: str) -> None:
         AttentionProblem.parse(f"8x32x8x2048x2048x128,causal,{other},varlen")
     with pytest.raises(InvalidProblemError, match=f"^{other} with varlen: .*; leave one out"):
         replace(PLAIN, kernel_pass=Pass.BWD_DQ, varlen=True, **{other: True})
+
+
+def test_a_hash_is_kept_but_does_not_travel() -> None:
+    """That of a text is another in each process, where an equal family must be found all the same."""
+    family = AttentionProblem.parse("1x1x1x64x64x64,causal").family
+    assert hash(family) == hash(replace(family)) == family._hash
+    for other in (pickle.loads(pickle.dumps(family)), copy.copy(family), replace(family)):
+        assert not hasattr(other, "_hash")
+        assert {family: 1}[other] == 1
