@@ -13,9 +13,15 @@ from types import ModuleType
 from typing import Any
 
 from fa_autotune.errors import CompileError, FaAutotuneError
+from fa_autotune.kernels.gluon_names import give_names
 from fa_autotune.kernels.render import KernelSource
 from fa_autotune.kernels.triton_private import compile_kernel
 from fa_autotune.paths import cache_dir
+
+# Options that a module leaves open; a Triton that does not know one passes over it.
+_UNSAID = {"enable_fp_fusion": True}  # as Triton 3.6 to 3.9 do; 3.9 warns that the next one will not
+_OF_FUSED = {"sched4reg": True}  # in the order of instructions that Triton 3.9 takes else, most spill in their loops
+_FUSED_KERNEL = "attention_bwd_fused"
 
 _import_lock = threading.Lock()
 
@@ -71,6 +77,7 @@ def load_module(path: Path) -> ModuleType:
         except Exception as error:
             del sys.modules[name]
             raise CompileError(f"generated module {path} does not import: {type(error).__name__}: {error}") from error
+        give_names(module)
         return module
 
 
@@ -80,6 +87,7 @@ def compile_module(module: ModuleType, arch: str) -> Any:
     The compile form is the module's own SIGNATURE and ALIGNMENT, so that lengths are never specialised; the same call
     in another process finds the result in Triton's cache. Raises what Triton raises.
     """
+    options = {**_UNSAID, **(_OF_FUSED if module.KERNEL.__name__ == _FUSED_KERNEL else {}), **module.OPTIONS}
     return compile_kernel(
-        module.KERNEL, signature=module.SIGNATURE, alignment=module.ALIGNMENT, options=module.OPTIONS, arch=arch
+        module.KERNEL, signature=module.SIGNATURE, alignment=module.ALIGNMENT, options=options, arch=arch
     )
