@@ -8,6 +8,7 @@ from pathlib import Path
 import platformdirs
 
 from fa_autotune.errors import FaAutotuneError
+from fa_autotune.files import own_folder
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -45,11 +46,27 @@ def database_path(environ: Mapping[str, str] = os.environ) -> Path:
     return _user_dir(platformdirs.user_data_dir, instead="FA_AUTOTUNE_DB") / "tuning.db"
 
 
+def users_databases(environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """The user's tuning database, or nothing where this user has no place for one."""
+    try:
+        return [database_path(environ)]
+    except FaAutotuneError:
+        return []
+
+
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """Folder of generated candidates and compiled kernels: FA_AUTOTUNE_CACHE, or the user cache folder."""
     if chosen := environ.get("FA_AUTOTUNE_CACHE"):
         return expanded(chosen)
     return _user_dir(platformdirs.user_cache_dir, instead="FA_AUTOTUNE_CACHE")
+
+
+def own_cache_folder(folder: Path, environ: Mapping[str, str] = os.environ) -> Path:
+    """Make a folder of things that are run, in the cache as a rule, for this user alone.
+
+    FaAutotuneError where another user could have put something there; OSError where it can't be made.
+    """
+    return own_folder(folder, within=cache_dir(environ), variable="FA_AUTOTUNE_CACHE")
 
 
 def expanded(path: Path | str) -> Path:

@@ -15,6 +15,7 @@ from click.core import ParameterSource
 from fa_autotune.cli.problem_options import named_problems, problem_options
 from fa_autotune.cli.terminal import print_table, say
 from fa_autotune.errors import FaAutotuneError
+from fa_autotune.files import write_whole
 from fa_autotune.problem.models import default_problems
 from fa_autotune.problem.problem import AttentionProblem
 
@@ -183,7 +184,7 @@ def _write(folder: Path, report: "BenchReport", document: str, text: str) -> lis
         name = f"{stem}-{count}"
     paths = [folder / f"{name}.json", folder / f"{name}.md"]
     for path, content in zip(paths, (document + "\n", text), strict=True):
-        path.write_text(content, encoding="utf-8")
+        write_whole(path, content)
     return paths
 
 

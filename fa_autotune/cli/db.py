@@ -247,19 +247,17 @@ def export_command(
 ) -> None:
     """Write a read-only pack, or JSON text.
 
-    A pack goes to TARGET, text to TARGET or the screen.
+    A pack goes to TARGET, text to TARGET or the screen. A TARGET that exists is replaced if it is one of its kind.
     """
     if target is None and not text:
         raise click.UsageError("name the pack to write, such as my_gpu.db, or ask for --text")
     with closing(_open(path)) as database:
         (device,) = _devices(database, device_name, required=True)
         if text:
-            written = database.export_json(device=device, winners_only=not everything)
             if target is None:
-                click.echo(written, nl=False)
+                click.echo(database.export_json(device=device, winners_only=not everything), nl=False)
                 return
-            target.write_text(written, encoding="utf-8")
-            count = len(next(rows for name, rows in json.loads(written).items() if name != "schema"))
+            count = database.write_json(target, device=device, winners_only=not everything)
         else:
             assert target is not None
             count = database.export(target, device=device, winners_only=not everything)

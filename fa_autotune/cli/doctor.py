@@ -20,6 +20,7 @@ from fa_autotune import __version__, paths
 from fa_autotune.cli.terminal import say
 from fa_autotune.dispatch.winners import Snapshot, Source, load_snapshot
 from fa_autotune.errors import FaAutotuneError
+from fa_autotune.files import written_by_others
 from fa_autotune.problem.device import DeviceSpec, parse_triton_version
 from fa_autotune.problem.family import AttentionFamily, DType
 from fa_autotune.space.registry import VARIANTS
@@ -320,12 +321,25 @@ def _folder_findings(machine: Machine) -> Iterator[Finding]:
             text=f"the cache folder {machine.cache_dir} can't be written: generated kernels are put there",
             next_step="set FA_AUTOTUNE_CACHE to a folder that can",
         )
+    elif reason := _others_may_write(machine.cache_dir):
+        yield Finding(
+            fatal=bool(machine.devices) or machine.interpreting,
+            text=f"the cache folder is not used, since what is in it is run: {reason}",
+            next_step="mend its rights if nobody else put anything there, or set FA_AUTOTUNE_CACHE to another folder",
+        )
     if not _writable(machine.database):
         yield Finding(
             fatal=False,
             text=f"the database {machine.database} can't be written: tuning has nowhere to put results",
             next_step="set FA_AUTOTUNE_DB to a file that can, or give --db",
         )
+
+
+def _others_may_write(folder: Path) -> str | None:
+    try:
+        return written_by_others(folder)
+    except OSError:  # not there yet
+        return None
 
 
 def _fatal(text: str, next_step: str) -> Finding:

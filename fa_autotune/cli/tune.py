@@ -127,10 +127,11 @@ class _Progress:
     rejected_by: Counter[str] = field(default_factory=Counter)
     failed_by: Counter[str] = field(default_factory=Counter)
     confirming: int = 0
+    faults: int = 0
 
     def take(self, event: "TuneEvent") -> None:
         """Note an event."""
-        from fa_autotune.tuner import ConfirmStarted, JobStarted, ProblemFinished, ProblemStarted, TrialEnded
+        from fa_autotune.tuner import ConfirmStarted, FaultMet, JobStarted, ProblemFinished, ProblemStarted, TrialEnded
 
         match event:
             case JobStarted():
@@ -150,6 +151,8 @@ class _Progress:
                     self.remaining[self.current] -= 1
                     if status is not TrialStatus.OK:
                         self.failed_by[event.record.constraint or status.value] += 1
+            case FaultMet():
+                self.faults += 1
             case ConfirmStarted():
                 self.current, self.confirming = event.problem, len(event.finalists)
             case ProblemFinished():
@@ -201,7 +204,7 @@ def _shown(progress: _Progress) -> "Iterator[Callable[[TuneEvent], None]]":
     from rich.live import Live
     from rich.text import Text
 
-    from fa_autotune.tuner import JobStarted, ProblemFinished
+    from fa_autotune.tuner import FaultMet, JobStarted, ProblemFinished
 
     console = Console(stderr=True, highlight=False)
     live = Live(Text(""), console=console, transient=True, refresh_per_second=4) if console.is_terminal else None
@@ -212,6 +215,8 @@ def _shown(progress: _Progress) -> "Iterator[Callable[[TuneEvent], None]]":
         progress.take(event)
         if isinstance(event, JobStarted):
             _say(console, _INTERPRETER_BANNER if progress.interpreted else f"Tuning for {progress.device}.")
+        elif isinstance(event, FaultMet):
+            _say(console, f"A fault of the machine, stored for no candidate: {event.fault.error}")
         elif isinstance(event, ProblemFinished):
             _say(console, f"[{len(progress.results)}/{progress.total}] {_outcome(progress, event.result)}")
         if live is not None:
@@ -290,6 +295,8 @@ def _closing(progress: _Progress, database: Path | None) -> str:
         text = f"Interrupted. {text} {usable} same command with --resume goes on and repeats nothing."
     elif progress.interpreted and won:
         text += " The pipeline works; with a GPU the same command tunes it."
+    if progress.faults:
+        text += f" {progress.faults} met a fault of the machine: the same command with --resume tries them again."
     return text
 
 
@@ -314,6 +321,7 @@ def _print_document(progress: _Progress, database: Path | None) -> None:
         "database": str(database),
         "problems": progress.total,
         "evaluated": progress.evaluated,
+        "faults": progress.faults,
         "statuses": {status.value: count for status, count in sorted(progress.statuses.items())},
         "results": results,
     }

@@ -1,9 +1,8 @@
 """Opening a database file: who may create it, what proves that it is ours, and transactions that don't deadlock."""
 
-import fcntl
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from sqlite_utils import Database
@@ -12,6 +11,7 @@ from fa_autotune.database.migrations import migrate
 from fa_autotune.database.rows import COLUMNS
 from fa_autotune.database.schema import APPLICATION_ID, SCHEMA_VERSION
 from fa_autotune.errors import DatabaseError, InvalidPackError, SchemaTooNewError
+from fa_autotune.files import locked, make_folder
 
 MEMORY = ":memory:"
 BUSY_TIMEOUT_S = 30.0
@@ -86,12 +86,6 @@ def open_read_only(path: Path) -> sqlite3.Connection:
             connection.close()
             raise
         return connection
-
-
-def is_live(path: Path) -> bool:
-    """True if a file is in WAL mode, as databases in use are and packs are not."""
-    with path.open("rb") as file:
-        return file.read(20)[18:20] == b"\x02\x02"
 
 
 def _connect(where: str, *, uri: bool = False) -> sqlite3.Connection:
@@ -215,20 +209,22 @@ def _only_me(path: Path | None) -> Iterator[None]:
         yield
         return
     lock_path = path.with_name(path.name + ".lock")
-    try:
-        lock = lock_path.open("w")
-    except OSError as error:
-        raise DatabaseError(
-            f"{lock_path} can't be written ({error.strerror}); choose another folder with FA_AUTOTUNE_DB or --db FILE"
-        ) from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with ExitStack() as held:
+        try:
+            held.enter_context(locked(lock_path, wait_s=BUSY_TIMEOUT_S))
+        except BlockingIOError:
+            raise DatabaseError(f"{lock_path} is locked: {_next_step('locked')}") from None
+        except OSError as error:
+            raise DatabaseError(
+                f"{lock_path} can't be opened as a lock ({error.strerror}); remove it if it is a link, or choose "
+                "another folder with FA_AUTOTUNE_DB or --db FILE"
+            ) from error
         yield
 
 
 def _make_folder(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     except OSError as error:
         raise DatabaseError(
             f"{folder} can't be created ({error.strerror}); choose a folder with FA_AUTOTUNE_DB or --db"

@@ -3,14 +3,14 @@
 import os
 import sqlite3
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from fa_autotune.database import writing
-from fa_autotune.database.connection import is_live, open_writable, transaction
+from fa_autotune.database.connection import open_writable, transaction
 from fa_autotune.database.entries import ImportSummary, KernelRow, MeasurementRow, SessionRow, TrialRow
 from fa_autotune.database.migrations import WINNERS_SQL
 from fa_autotune.database.rows import (
@@ -27,6 +27,7 @@ from fa_autotune.database.rows import (
 )
 from fa_autotune.database.schema import APPLICATION_ID
 from fa_autotune.errors import DatabaseError, InvalidPackError
+from fa_autotune.files import OutputKind, output_path, put_in_place
 from fa_autotune.problem.device import DeviceSpec, Toolchain
 from fa_autotune.problem.family import canonical_json
 from fa_autotune.problem.problem import AttentionProblem
@@ -44,6 +45,14 @@ _PARENTS = {
     "kernel_id": "kernels",
     "trial_id": "trials",
 }
+
+
+def _is_pack(head: bytes) -> bool:
+    """Whether a file begins as a database of ours that is at rest: not in WAL mode, as those in use are."""
+    return head[68:72] == APPLICATION_ID.to_bytes(4, "big") and head[18:20] != b"\x02\x02"
+
+
+PACK = OutputKind(name="a pack, which a database in use (WAL) is not", is_one=_is_pack, error=DatabaseError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +129,12 @@ def write_content(connection: sqlite3.Connection, content: Content) -> ImportSum
     return ImportSummary(**added, updated_trials=updated - added["trials"], measurements=measured)
 
 
-def write_pack(content: Content, target: Path) -> None:
-    """Write a content as a pack: a file in journal_mode=delete, vacuumed, put in place whole."""
-    _check_target(target)
+def write_pack(content: Content, path: Path, *, databases: Iterable[Path]) -> None:
+    """Write a content as a pack: a file in journal_mode=delete, vacuumed, put in place whole.
+
+    It replaces a pack, never one of `databases`, another database in use or a file of others.
+    """
+    target = output_path(path, PACK, databases=databases)
     try:
         folder = Path(tempfile.mkdtemp(prefix=".pack-", dir=target.parent))
     except OSError as error:
@@ -135,7 +147,9 @@ def write_pack(content: Content, target: Path) -> None:
             write_content(connection, content)
             connection.execute("PRAGMA journal_mode = delete")
             connection.execute("VACUUM")
-        os.replace(draft, target)
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        put_in_place(draft, target)
     finally:
         for left in folder.iterdir():
             left.unlink()
@@ -237,20 +251,6 @@ def _check_records(content: Content) -> None:
             raise InvalidPackError(
                 f"trials row {key}: {error}; nothing was imported, get the file from a source you trust"
             ) from None
-
-
-def _check_target(target: Path) -> None:
-    """A pack replaces a pack, never a database in use or a file of others."""
-    if not target.exists():
-        return
-    if not target.is_file():
-        raise DatabaseError(f"{target} is not a file; name the pack to write, such as {target / 'pack.db'}")
-    if is_live(target):
-        raise DatabaseError(f"{target} is a database in use (WAL), which a pack may not replace; name another file")
-    with target.open("rb") as file:
-        head = file.read(100)
-    if head[68:72] != APPLICATION_ID.to_bytes(4, "big"):
-        raise DatabaseError(f"{target} exists and is not a pack; name a new file, or remove it first")
 
 
 def _id(refers: Refers, column: str) -> int:

@@ -1,6 +1,7 @@
 """`TuningDatabase`: the verbs of our trade over one SQLite file."""
 
 import json
+import re
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -28,6 +29,7 @@ from fa_autotune.database.entries import (
 )
 from fa_autotune.database.liveness import interrupt_dead_sessions, process_values
 from fa_autotune.database.migrations import LEADERBOARD_SQL, REJECTIONS_SQL, WINNERS_SQL
+from fa_autotune.database.places import FilesInPlace
 from fa_autotune.database.rows import (
     COLUMNS,
     Row,
@@ -61,7 +63,8 @@ from fa_autotune.database.writing import (
     trial_of,
 )
 from fa_autotune.errors import DatabaseError, InvalidProblemError
-from fa_autotune.paths import expanded
+from fa_autotune.files import OutputKind, write_output
+from fa_autotune.paths import expanded, users_databases
 from fa_autotune.problem.device import DeviceSpec, Toolchain
 from fa_autotune.problem.family import canonical_json
 from fa_autotune.problem.problem import AttentionProblem
@@ -69,6 +72,11 @@ from fa_autotune.records import TrialRecord, TrialStatus
 from fa_autotune.space.candidate import Variant
 
 EntryT = TypeVar("EntryT")
+JSON_TEXT = OutputKind(
+    name="text of `fa-autotune db export --text`",
+    is_one=lambda head: re.match(rb'{\n "schema": \d+,\n "(trials|winners)": \[', head) is not None,
+    error=DatabaseError,
+)
 _JOINED = ("trials", "kernels", "problems", "devices", "toolchains", "sessions", "measurements")
 _TRIALS_SQL = f"""
 SELECT {", ".join(f"{table}.{column}" for table in _JOINED for column in COLUMNS[table])}
@@ -89,6 +97,7 @@ class TuningDatabase:
     """Every trial, measurement and winner, in one SQLite file, for any number of processes at once.
 
     A file that is not there is created, with its folder, unless `read_only`; `:memory:` is gone when it is closed.
+    Whatever writes fails where the file is no more under its name: it was deleted, moved or replaced meanwhile.
     One object serves the thread that made it. Trouble with the file is a DatabaseError.
     """
 
@@ -96,6 +105,7 @@ class TuningDatabase:
         self.path = None if str(path) == MEMORY else expanded(path)
         self._where = str(self.path or MEMORY)
         self._connection = open_read_only(self.path) if self.path and read_only else open_writable(self.path)
+        self._places = FilesInPlace(self.path)
 
     def close(self) -> None:
         """Close the file; what was saved is saved already."""
@@ -322,8 +332,18 @@ class TuningDatabase:
             if winners_only:
                 content = packs.of_winners(content, self._connection)
         with translated(str(target)):
-            packs.write_pack(content, expanded(target))
+            packs.write_pack(content, expanded(target), databases=self._kept())
         return len(content.trials)
+
+    def write_json(self, target: Path, *, device: DeviceSpec | None = None, winners_only: bool = True) -> int:
+        """Write what `export_json` gives to a file and return the number of its entries.
+
+        It replaces an older such file, and no other.
+        """
+        text = self.export_json(device=device, winners_only=winners_only)
+        with translated(str(target)):
+            write_output(expanded(target), text, JSON_TEXT, databases=self._kept())
+        return len(json.loads(text)["winners" if winners_only else "trials"])
 
     def export_json(self, *, device: DeviceSpec | None = None, winners_only: bool = True) -> str:
         """The winners, or all trials, as sorted JSON text that can be reviewed in a diff."""
@@ -344,19 +364,31 @@ class TuningDatabase:
         nothing. Misses stay where they are.
         """
         source = expanded(source)
+        self._places.require()
         if self.path and source.exists() and self.path.samefile(source):
             raise DatabaseError(f"{source} is the database itself; name another file to import")
         with closing(open_read_only(source)) as other, translated(str(source)):
             content = packs.read_content(other)
         with translated(self._where):
-            return packs.write_content(self._connection, content)
+            summary = packs.write_content(self._connection, content)
+        self._places.require()
+        return summary
+
+    def _kept(self) -> list[Path]:
+        """The databases that no export may replace: this one and the user's."""
+        return [*users_databases(), *([self.path] if self.path else [])]
 
     # --- statements ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        with translated(self._where), transaction(self._connection):
-            yield self._connection
+        try:
+            with translated(self._where), transaction(self._connection):
+                yield self._connection
+        except DatabaseError:
+            self._places.require()  # a file that is gone explains more than what SQLite says of it
+            raise
+        self._places.require()
 
     def _read(self, statement: str, values: list[Any], parse: Callable[[sqlite3.Row], EntryT]) -> list[EntryT]:
         with translated(self._where):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from fa_autotune.kernels.modules import keep_source
 from fa_autotune.kernels.triton_private import install_interpreter_shim
 
 _interpreter_lock = threading.Lock()
@@ -24,6 +25,7 @@ def interpreted(module: ModuleType) -> Callable[[tuple[int, ...], Sequence[Any]]
         with _interpreter_lock, numpy.errstate(all="ignore"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "All-NaN slice encountered", RuntimeWarning)
             warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0", DeprecationWarning)
+            keep_source(module)
             module.KERNEL[grid](*arguments)
 
     return run

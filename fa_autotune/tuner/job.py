@@ -11,13 +11,13 @@ from datetime import datetime
 
 from fa_autotune.database import SessionKind, SessionState, StoredTrial, TuningDatabase
 from fa_autotune.database.entries import JSON
-from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
+from fa_autotune.errors import FaAutotuneError, InvalidProblemError, MachineError, UnsupportedError
 from fa_autotune.kernels.render import rendered_digest
 from fa_autotune.problem.device import DeviceSpec, Toolchain, parse_triton_version
 from fa_autotune.problem.distance import shape_distance
 from fa_autotune.problem.family import AttentionFamily
 from fa_autotune.problem.problem import AttentionProblem
-from fa_autotune.records import Evaluator, TrialRecord, TrialStatus
+from fa_autotune.records import Evaluator, MachineFault, TrialRecord, TrialStatus
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.config import KernelConfig
 from fa_autotune.space.registry import VARIANTS, VariantSpec, compile_form, supported_variants
@@ -25,6 +25,7 @@ from fa_autotune.space.seeds import default_config, seed_configs
 from fa_autotune.tuner.events import (
     ConfirmedWinner,
     ConfirmStarted,
+    FaultMet,
     JobFinished,
     JobStarted,
     ProblemFinished,
@@ -42,6 +43,7 @@ BATCH_SIZE = 8  # candidates; smaller ones learn more from each other, larger on
 MAX_BATCHES_AHEAD = 3
 MAX_NEIGHBOR_WINNERS = 4
 MAX_FATAL_IN_A_ROW = 20
+MAX_FAULTS_IN_A_ROW = 3  # of the machine, with nothing between that ended
 _FATAL = (TrialStatus.CRASHED, TrialStatus.LAUNCH_FAILED, TrialStatus.COMPILE_FAILED, TrialStatus.TIMED_OUT)
 
 
@@ -133,6 +135,7 @@ class _Job:
     session_id: int = 0
     finished: int = 0
     fatal_in_a_row: int = 0
+    faults_in_a_row: int = 0
     any_ok: bool = False
 
     def run(self, problems: Sequence[AttentionProblem], variants: Collection[Variant] | None) -> TuneSummary:
@@ -305,10 +308,25 @@ class _Job:
         search, variant = batch.search, batch.variant
         records = self.evaluator.screen(batch.candidates, [search.problem], incumbents_ms=[variant.best_ms])
         for record in records:
+            if isinstance(record, MachineFault):
+                variant.pass_over(record.candidate.config)
+                self._meet(record)
+                continue
             search.measured += 1
+            self.faults_in_a_row = 0
             variant.learn(record.candidate.config, _time_ms(record), record.status.value)
             self._keep(search, record)
             self._stop_if_hopeless(record)
+
+    def _meet(self, fault: MachineFault) -> None:
+        """Tell of a fault of the machine, which is no trial; where it stays, every candidate would meet it."""
+        self.on_event(FaultMet(fault=fault))
+        self.faults_in_a_row += 1
+        if self.faults_in_a_row >= MAX_FAULTS_IN_A_ROW:
+            raise MachineError(
+                f"{self.faults_in_a_row} candidates in a row met a fault of the machine, which is stored for none of "
+                f"them; the last was: {fault.error}; mend that, then the same command with --resume goes on"
+            )
 
     def _save_rejections(self, search: ProblemSearch, variant: VariantSearch) -> None:
         while variant.unsaved:
@@ -353,6 +371,7 @@ class _Job:
         winners: dict[Variant, ConfirmedWinner] = {}
         missing = {name for name, variant in search.variants.items() if variant.measured}
         tried: set[Candidate] = set()
+        again: set[Candidate] = set()  # after a fault of the machine, once
         arguments: dict[str, JSON] = {"problem": search.problem.key, "finalists": self.budget.finalists}
         with _session(self, SessionKind.CONFIRM, arguments, parent_id=self.session_id) as session_id:
             while missing and (finalists := search.finalists(self.budget.finalists, missing, tried)):
@@ -360,6 +379,11 @@ class _Job:
                 tried.update(finalists)
                 # The winner last: then a confirm that is cut short has none, and resuming repeats it.
                 for record in reversed(self.evaluator.confirm(finalists, search.problem)):
+                    if isinstance(record, MachineFault):
+                        self.on_event(FaultMet(fault=record))
+                        tried -= {record.candidate} - again
+                        again.add(record.candidate)
+                        continue
                     self.database.save_trial(session_id, record)
                     if record.measurement is not None and record.measurement.rank == 1:
                         winners[record.candidate.variant] = ConfirmedWinner(
@@ -376,7 +400,7 @@ class _Job:
             spec = search.variants[first.variant].spec
             screened_ms = times_ms.get(first.config)
             default_ms = times_ms.get(default_config(spec, search.problem.family, self.device.arch))
-        elif not search.measured:
+        elif not search.measured and search.remaining:
             note = "no time was left for it"
         else:
             note = "no candidate ran and gave the right result"

@@ -52,6 +52,14 @@ def test_winners_of_a_sibling_leave_a_gpu_untuned(machine: Machine) -> None:
     assert (report.verdict, report.gpus[0].sibling_winners) == (Verdict.UNTUNED, 1)
 
 
+def test_a_cache_folder_that_others_may_write_is_told(machine: Machine) -> None:
+    machine.cache_dir.mkdir()
+    machine.cache_dir.chmod(0o777)
+    report = examine(machine)
+    assert report.verdict is Verdict.BROKEN
+    assert any("mode 0777" in one.text and "FA_AUTOTUNE_CACHE" in one.next_step for one in report.findings)
+
+
 def test_an_untuned_gpu_is_told_to_tune(machine: Machine) -> None:
     assert [finding.next_step for finding in examine(machine).findings] == ["fa-autotune tune"]
 

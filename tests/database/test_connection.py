@@ -1,17 +1,16 @@
 """Which files open, where, and what a refusal says."""
 
-import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from fa_autotune.database import TuningDatabase
+from fa_autotune.database import TuningDatabase, connection
 from fa_autotune.database.schema import SCHEMA_VERSION
 from fa_autotune.errors import DatabaseError, FaAutotuneError, SchemaTooNewError
+from fa_autotune.files import locked
 from fa_autotune.paths import database_path
 from kit.database_files import edit, records, scalars
 from kit.tuning_samples import (
@@ -20,6 +19,7 @@ from kit.tuning_samples import (
     ok_record,
     write_pack,
 )
+from kit.without_root import outcome as outcome_without_root
 
 
 @pytest.fixture
@@ -114,6 +114,39 @@ class TestFile:
         with TuningDatabase(pack, read_only=True) as database, pytest.raises(DatabaseError, match="can't be written"):
             begin(database)
 
+    @pytest.mark.parametrize("victim", ["precious", None])
+    def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(
+        self, victim: str | None, tmp_path: Path
+    ) -> None:
+        if victim:
+            (tmp_path / "victim").write_text(victim)
+        (tmp_path / "tuning.db.lock").symlink_to(tmp_path / "victim")
+        with pytest.raises(
+            DatabaseError, match=r"tuning\.db\.lock can't be opened as a lock.*remove it if it is a link"
+        ):
+            TuningDatabase(tmp_path / "tuning.db")
+        assert (tmp_path / "victim").exists() is (victim is not None)
+        assert victim is None or (tmp_path / "victim").read_text() == victim
+
+    def test_a_lock_that_another_process_holds_is_waited_for_as_long_as_a_database(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert connection.BUSY_TIMEOUT_S == 30
+        monkeypatch.setattr(connection, "BUSY_TIMEOUT_S", 0.1)
+        with (
+            locked(tmp_path / "tuning.db.lock", wait_s=0),
+            pytest.raises(
+                DatabaseError, match=r"tuning\.db\.lock is locked: another process kept it for 0\.1 s; end that"
+            ),
+        ):
+            TuningDatabase(tmp_path / "tuning.db")
+        TuningDatabase(tmp_path / "tuning.db").close()
+
+    def test_folders_are_for_this_user_alone(self, tmp_path: Path) -> None:
+        inner = tmp_path / "a" / "b"
+        TuningDatabase(inner / "tuning.db").close()
+        assert [oct(folder.stat().st_mode & 0o777) for folder in (inner, inner.parent)] == ["0o700", "0o700"]
+
     def test_reading_a_pack_leaves_nothing_beside_it(self, pack: Path) -> None:
         with TuningDatabase(pack, read_only=True) as database:
             database.winners()
@@ -122,28 +155,11 @@ class TestFile:
 
 def outcome(folder: Path, action: Callable[[Path], object]) -> str:
     """What an action gives, or its error, in a process that can't write the folder, even if root runs the tests."""
-    read_end, write_end = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads that other tests left; the child needs none
-        child = os.fork()
-    if child == 0:
-        folder.chmod(0o555)
-        if os.geteuid() == 0:
-            os.setgroups([])
-            os.setgid(65534)
-            os.setuid(65534)
-        try:
-            text = str(action(folder))
-        except BaseException as error:  # noqa: BLE001  the parent looks at it
-            text = f"{type(error).__name__}: {error}"
-        os.write(write_end, text.encode())
-        os._exit(0)
-    os.close(write_end)
-    with open(read_end) as answer:
-        text = answer.read()
-    os.waitpid(child, 0)
-    folder.chmod(0o755)
-    return text
+    folder.chmod(0o555)
+    try:
+        return outcome_without_root(lambda: action(folder))
+    finally:
+        folder.chmod(0o755)
 
 
 @pytest.fixture

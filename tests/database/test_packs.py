@@ -83,6 +83,36 @@ class TestExchange:
                 database.export(tmp_path / "tuning.db")
             assert len(database.trials()) == 5
 
+    def test_a_pack_never_replaces_the_database_that_it_is_made_of(self, pack: Path) -> None:
+        """… nor the user's, where that is at rest as packs are."""
+        with TuningDatabase(pack, read_only=True) as database, pytest.raises(DatabaseError, match="in use"):
+            database.export(pack)
+
+    def test_a_pack_never_replaces_the_users_database(
+        self, database: TuningDatabase, pack: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("FA_AUTOTUNE_DB", str(pack))
+        before = pack.read_bytes()
+        for target in (pack, pack.with_name("link.db")):
+            if target != pack:
+                target.symlink_to(pack)
+            with pytest.raises(DatabaseError, match="in use"):
+                database.export(target)
+        assert pack.read_bytes() == before
+
+    def test_on_a_full_disk_the_older_pack_stays(
+        self, database: TuningDatabase, pack: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before, names = pack.read_bytes(), set(pack.parent.iterdir())
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("os.fsync", full)
+        with pytest.raises(DatabaseError, match="No space left"):
+            database.export(pack)
+        assert (pack.read_bytes(), set(pack.parent.iterdir())) == (before, names)
+
     def test_a_pack_never_replaces_a_file_of_others(self, database: TuningDatabase, tmp_path: Path) -> None:
         (tmp_path / "thesis.txt").write_text("my thesis")
         with pytest.raises(DatabaseError, match="not a pack"):

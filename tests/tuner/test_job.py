@@ -5,17 +5,18 @@ import optuna
 import pytest
 
 from fa_autotune.database import SessionKind, SessionState, TuningDatabase
-from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
+from fa_autotune.errors import FaAutotuneError, InvalidProblemError, MachineError, UnsupportedError
 from fa_autotune.problem.device import KNOWN_DEVICES, Toolchain
 from fa_autotune.problem.passes import BACKWARD_PASSES, Pass
 from fa_autotune.problem.problem import AttentionProblem
-from fa_autotune.records import Role, TrialRecord, TrialStatus
+from fa_autotune.records import MachineFault, Role, TrialRecord, TrialStatus
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.config import TmaFwdConfig
 from fa_autotune.space.registry import problem_candidates, rejection, supported_variants, variant_spec
 from fa_autotune.space.seeds import default_config
 from fa_autotune.tuner import (
     ConfirmStarted,
+    FaultMet,
     JobFinished,
     JobStarted,
     ProblemFinished,
@@ -447,6 +448,85 @@ def test_ctrl_c_keeps_every_trial_that_ended(database):
         run([LONG], ReplayEvaluator(LANDSCAPE, interrupt_after=10), database)
     kept = [trial for trial in database.trials() if trial.record.status is not TrialStatus.REJECTED]
     assert len(kept) == 10
+
+
+class OnASickMachine(ReplayEvaluator):
+    """One on which some candidates, or all finalists once, meet a fault of the machine."""
+
+    def __init__(self, *args, is_met=lambda candidate: False, while_confirming=0, **options) -> None:
+        super().__init__(*args, **options)
+        self.is_met, self.while_confirming = is_met, while_confirming
+        self.met: list[Candidate] = []
+
+    def screen(self, candidates, problems, *, incumbents_ms=()):
+        for record in super().screen(candidates, problems, incumbents_ms=incumbents_ms):
+            if self.is_met(record.candidate):
+                self.met.append(record.candidate)
+                yield MachineFault(candidate=record.candidate, problem=record.problem, error="No space left on device")
+            else:
+                yield record
+
+    def confirm(self, candidates, problem):
+        records = super().confirm(candidates, problem)
+        if self.while_confirming:
+            self.while_confirming -= 1
+            return [MachineFault(candidate=one, problem=problem, error="killed by SIGKILL") for one in candidates]
+        return records
+
+
+def of_eight_warps(candidate: Candidate) -> bool:
+    return candidate.config.num_warps == 8
+
+
+def test_a_fault_of_the_machine_is_told_and_stored_for_no_candidate(database):
+    events = []
+    evaluator = OnASickMachine(ok_where(lambda _: True, TrialStatus.OK), is_met=of_eight_warps)
+    run([LONG], evaluator, database, on_event=events.append, batch_size=2)
+    told = [event.fault.candidate for event in events if isinstance(event, FaultMet)]
+    assert told == evaluator.met != []
+    stored = {trial.record.candidate for trial in database.trials() if trial.record.status is not TrialStatus.REJECTED}
+    assert len(stored) + len(told) == SMALL.trials
+    assert not stored & set(told)
+
+
+def test_what_met_a_fault_is_tried_again_on_resume(database):
+    sick = OnASickMachine(LANDSCAPE, is_met=of_eight_warps)
+    run([LONG], sick, database)
+    well = ReplayEvaluator(LANDSCAPE)
+    run([LONG], well, database, resume=True)
+    assert len(well.screened) == len(sick.met)
+    assert {candidate for _, candidate in well.screened} & set(sick.met)
+
+
+def test_a_machine_that_stays_sick_ends_the_job_with_what_to_mend(database):
+    evaluator = OnASickMachine(LANDSCAPE, is_met=lambda candidate: True)
+    with pytest.raises(MachineError, match=r"3 candidates in a row.*No space left on device.*--resume goes on"):
+        run([LONG], evaluator, database)
+    assert (len(evaluator.met), database.info().counts["trials"]) == (3, 0)
+    assert session_state(database) is SessionState.FAILED
+
+
+def test_finalists_that_met_a_fault_are_confirmed_again(database):
+    evaluator = OnASickMachine(LANDSCAPE, while_confirming=1)
+    (result,) = run([LONG], evaluator, database).results
+    assert result.winners
+    assert {trial.record.status for trial in database.trials()} <= set(TrialStatus)
+
+
+def test_finalists_that_keep_meeting_faults_leave_no_winner_but_their_times(database):
+    (result,) = run([LONG], OnASickMachine(LANDSCAPE, while_confirming=10**9), database).results
+    assert result.winners == ()
+    resumed = ReplayEvaluator(LANDSCAPE)
+    assert run([LONG], resumed, database, resume=True).results[0].winners
+    assert resumed.calls == ["confirm"]
+
+
+def test_where_all_was_tried_before_and_failed_nothing_is_said_of_time(database):
+    budget = TuneBudget(trials=4, finalists=2)
+    failing = ok_where(lambda _: False, TrialStatus.WRONG_RESULT)
+    run([LONG], ReplayEvaluator(failing), database, budget=budget)
+    (result,) = run([LONG], ReplayEvaluator(failing), database, resume=True, budget=budget).results
+    assert (result.measured, result.note) == (0, "no candidate ran and gave the right result")
 
 
 def test_a_killed_job_resumes_and_measures_nothing_twice(database):
