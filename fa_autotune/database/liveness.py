@@ -19,15 +19,21 @@ def process_values() -> Values:
 
 
 def interrupt_dead_sessions(connection: sqlite3.Connection) -> None:
-    """Mark the running sessions whose process has ended as interrupted, at the time of their last trial."""
+    """Mark the running sessions whose process has ended as interrupted, at the time of their last trial.
+
+    What a session that is not running had claimed is free again.
+    """
     running = """
-        SELECT id, host, pid, process_start, max(started_at, ifnull((
-            SELECT max(ended_at) FROM trials WHERE trials.session_id = sessions.id), '')) AS last_seen
+        SELECT id, host, pid, process_start, max(
+            started_at,
+            ifnull((SELECT max(ended_at) FROM trials WHERE trials.session_id = sessions.id), ''),
+            ifnull((SELECT max(claimed_at) FROM claims WHERE claims.session_id = sessions.id), '')) AS last_seen
         FROM sessions WHERE state = 'running'"""
     for row in connection.execute(running).fetchall():
         if not _is_alive(row):
             statement = "UPDATE sessions SET state = 'interrupted', ended_at = ? WHERE id = ?"
             connection.execute(statement, (row["last_seen"], row["id"]))
+    connection.execute("DELETE FROM claims WHERE session_id IN (SELECT id FROM sessions WHERE state <> 'running')")
 
 
 def _is_alive(row: sqlite3.Row) -> bool:

@@ -4,14 +4,13 @@ Fields in upper case become constants of the generated module, those in lower ca
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
 from fa_autotune.errors import InvalidConfigError
-from fa_autotune.problem.family import canonical_json
+from fa_autotune.problem.family import canonical_json, parse_json
 
 SCHEMA_VERSION = 1
 ADDED_LATER = "added later"  # marks a field that rows of older releases lack
@@ -257,8 +256,8 @@ def config_from_key(kind: type[ConfigT], key: str) -> ConfigT:
     A field that was added later may be missing: its default keeps what older rows meant.
     """
     try:
-        values = json.loads(key)
-    except (ValueError, TypeError, RecursionError) as error:
+        values = parse_json(key)
+    except (ValueError, TypeError) as error:
         raise InvalidConfigError(f"{key!r} is not JSON: {error}") from None
     schema = values.pop("schema", None) if isinstance(values, dict) else None
     if type(schema) is not int or schema != SCHEMA_VERSION:  # JSON's true equals 1
