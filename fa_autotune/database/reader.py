@@ -5,6 +5,7 @@ is executed: our own statements read plain columns of ordinary tables, without i
 limits on time and size. A row counts if `rows` parses it and all that it refers to.
 """
 
+import shlex
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -257,7 +258,8 @@ def _connect_read_only(path: Path, *, is_pack: bool, busy_s: float, limit_s: flo
             if _has_pending_changes(path):
                 raise DatabaseError(
                     f"{path} is a live database (WAL) in a folder that can't be written, so it does not open; "
-                    "on a machine that can write there, turn it into a pack: fa-autotune db export PACK --all"
+                    "on a machine that can write there, turn it into a pack: "
+                    f"`fa-autotune db export PACK --all --db {shlex.quote(str(path))}`"
                 ) from None
         except BaseException:
             reader.close()

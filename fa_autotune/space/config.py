@@ -272,17 +272,18 @@ def config_from_key(kind: type[ConfigT], key: str) -> ConfigT:
 
 def with_knobs(config: ConfigT, values: Mapping[str, Any]) -> ConfigT:
     """A config with other values of some of its fields, as JSON has them; InvalidConfigError."""
-    return replace(config, **_typed(values))
+    return replace(config, **_typed(values, by_people=True))
 
 
-def _typed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of fields as JSON has them, and its word for a schedule as one."""
+def _typed(values: Mapping[str, Any], *, by_people: bool = False) -> dict[str, Any]:
+    """Values of fields as JSON has them, and its word for a schedule as one; where people typed it also its name."""
     if "SCHEDULE" not in values:
         return dict(values)
-    try:
-        return {**values, "SCHEDULE": Schedule(values["SCHEDULE"])}
-    except ValueError:
-        raise InvalidConfigError(f"SCHEDULE={values['SCHEDULE']!r} is not one of: {', '.join(Schedule)}") from None
+    given = values["SCHEDULE"]
+    for schedule in Schedule:
+        if given in (schedule.value, schedule.name) if by_people else given == schedule.value:
+            return {**values, "SCHEDULE": schedule}
+    raise InvalidConfigError(f"SCHEDULE={given!r} is not one of: {', '.join(Schedule)}")
 
 
 _LAUNCH_LETTERS = (("w", "num_warps"), ("s", "num_stages"))
