@@ -10,6 +10,7 @@ from fa_autotune.database.entries import utc_now
 from fa_autotune.database.rows import utc_text
 from fa_autotune.database.writing import Values
 
+_MAX_PID = 2**31
 _LEASE = timedelta(days=1)  # a session of another host that saved nothing for so long counts as dead
 
 
@@ -39,6 +40,8 @@ def interrupt_dead_sessions(connection: sqlite3.Connection) -> None:
 def _is_alive(row: sqlite3.Row) -> bool:
     if row["host"] != socket.gethostname():
         return str(row["last_seen"]) > utc_text(utc_now() - _LEASE)
+    if type(row["pid"]) is not int or not 0 < row["pid"] < _MAX_PID:  # of no process
+        return False
     try:
         os.kill(row["pid"], 0)
     except ProcessLookupError:

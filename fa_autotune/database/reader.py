@@ -121,7 +121,9 @@ class Reader:
         with translated(self.where):
             return self.fetch_raw(statement, values)
 
-    def fetch_raw(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+    def fetch_raw(
+        self, statement: str, values: Sequence[Any] = (), *, max_rows: int | None = None
+    ) -> list[tuple[Any, ...]]:
         """`fetch`, with SQLite's own errors."""
         if self._limit_s is None:
             return [tuple(row) for row in self.connection.execute(statement, values)]
@@ -129,12 +131,12 @@ class Reader:
         end = start + self._left_s
         self.connection.set_progress_handler(lambda: int(time.monotonic() > end), _VM_STEPS_PER_LOOK)
         try:
-            return self._bounded(self.connection.execute(statement, values))
+            return self._bounded(self.connection.execute(statement, values), max_rows)
         finally:
             self.connection.set_progress_handler(None, 0)
             self._left_s -= time.monotonic() - start
 
-    def _bounded(self, cursor: sqlite3.Cursor) -> list[tuple[Any, ...]]:
+    def _bounded(self, cursor: sqlite3.Cursor, max_rows: int | None) -> list[tuple[Any, ...]]:
         rows: list[tuple[Any, ...]] = []
         size = 0
         for row in cursor:
@@ -145,6 +147,8 @@ class Reader:
                     "a source you trust"
                 )
             rows.append(tuple(row))
+            if max_rows is not None and len(rows) > max_rows:
+                raise DatabaseError(f"{self.where} holds more than {max_rows} winners; export a smaller pack")
         return rows
 
 
@@ -384,10 +388,12 @@ def strictly(error: InvalidPackError) -> None:
     raise error
 
 
-def read_content(reader: Reader, chosen: Selection = EVERYTHING, *, refuse: Refuse = strictly) -> Content:
-    """Read and parse records. What is not one of ours goes to `refuse`, and so does what refers to it.
+def read_content(
+    reader: Reader, chosen: Selection = EVERYTHING, *, refuse: Refuse = strictly, max_rows: int | None = None
+) -> Content:
+    """Read and parse records. What is not one of ours goes to `refuse`, and what refers to it is left out.
 
-    DatabaseError if the file itself can't be read.
+    DatabaseError if the file itself can't be read, or a table gives more than `max_rows`.
     """
     by_trial = f"SELECT %s FROM trials NOT INDEXED WHERE {chosen.trials}"
     by_measurement = f"SELECT %s FROM measurements NOT INDEXED WHERE {chosen.measurements}"
@@ -411,7 +417,9 @@ def read_content(reader: Reader, chosen: Selection = EVERYTHING, *, refuse: Refu
         try:
             raw = {
                 table: reader.fetch_raw(
-                    f"SELECT {', '.join(COLUMNS[table])} FROM {table} NOT INDEXED WHERE {where}", chosen.values * times
+                    f"SELECT {', '.join(COLUMNS[table])} FROM {table} NOT INDEXED WHERE {where}",
+                    chosen.values * times,
+                    max_rows=max_rows,
                 )
                 for table, (where, times) in wheres.items()
             }

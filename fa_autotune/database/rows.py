@@ -339,7 +339,9 @@ def _naming(table: str, row: Row) -> Iterator[None]:
         yield
     except FaAutotuneError as error:
         text = " ".join(clean_text(str(error), 600).split())
-        raise InvalidPackError(f"{table} row {row['id']}: {text}") from None
+        key = str(row["id"])[:40]
+        key = key if key.isprintable() else _short(key)
+        raise InvalidPackError(f"{table} row {key}: {text}") from None
 
 
 def _text(row: Row, name: str, limit: int = MAX_NAME) -> str:

@@ -20,6 +20,8 @@ from fa_autotune.space.config import config_key
 
 READ_LIMIT_S = 2.0  # that SQLite may take for one file
 BUSY_TIMEOUT_S = 2.0
+MAX_ROWS = 10_000  # of a table
+MAX_REFUSED = 1_000
 _MAX_ROW_NOTES = 3
 
 
@@ -100,7 +102,10 @@ def load_snapshot(user_path: Path, pack_paths: Sequence[Path]) -> Snapshot:
         try:
             found, row_notes = _read_file(path, source)
         except DatabaseError as error:
-            notes.append(f"{path} is not used: {str(error).removeprefix(f'{path}: ')}")
+            why = str(error).removeprefix(f"{path}: ")
+            notes.append(
+                f"{path} is not used: {why.replace(f'{path} ', 'it ', 1) if why.startswith(f'{path} ') else why}"
+            )
             continue
         rows += found
         notes += row_notes
@@ -126,10 +131,12 @@ def _read_file(path: Path, source: Source) -> tuple[list[WinnerRow], list[str]]:
 
     def refuse(error: InvalidPackError) -> None:
         refused.append(f"{path}: {error}; the winner that needs it is not used")
+        if len(refused) > MAX_REFUSED:
+            raise DatabaseError(f"more than {MAX_REFUSED} of its rows are refused, such as: {error}")
 
     is_pack = source is Source.PACK
     with open_reader(path, is_pack=is_pack, limit_s=READ_LIMIT_S, busy_s=BUSY_TIMEOUT_S) as reader:
-        content = read_content(reader, WINNERS, refuse=refuse)
+        content = read_content(reader, WINNERS, refuse=refuse, max_rows=MAX_ROWS)
     rows: list[WinnerRow] = []
     for key in winning(content):
         winner = winner_of(content, key)

@@ -328,6 +328,22 @@ def test_reading_has_a_limit_on_the_clock(pack: Path, monkeypatch: pytest.Monkey
     assert "takes longer than a file of ours may" in found.notes[0]
 
 
+def test_a_file_with_too_many_winners_is_not_used(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_winners(pack, list(rows_of_some_variety()))
+    assert len(read_pack(pack).rows) == 12
+    monkeypatch.setattr(snapshot_module, "MAX_ROWS", 11)
+    found = read_pack(pack)
+    assert found.rows == ()
+    assert "holds more than 11 winners" in found.notes[0]
+
+
+def test_a_file_with_too_many_bad_rows_is_not_used(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot_module, "MAX_REFUSED", 3)
+    found = read_pack(write_winners(pack, [ROW, *[{**ROW, "variant": str(number)} for number in range(4)]]))
+    assert found.rows == ()
+    assert "is not used: more than 3 of its rows are refused, such as: kernels row" in found.notes[0]
+
+
 def test_one_text_that_is_read_many_times_has_a_limit(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "_MAX_READ_BYTES", -(10**9))
     assert "bytes of what is read at once" in read_pack(write_winners(pack, [ROW])).notes[0]
