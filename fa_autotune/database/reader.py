@@ -260,9 +260,10 @@ def _connect_read_only(path: Path, *, is_pack: bool, busy_s: float, limit_s: flo
             if attempt == immutable or not needs_writing_beside(error):
                 raise
             if _has_pending_changes(path):
+                is_log = _has_pending_changes(path, "-wal")
+                why = "is a live database (WAL) in" if is_log else "has the journal of a change that was cut short, in"
                 raise DatabaseError(
-                    f"{path} is a live database (WAL) in a folder that can't be written, so it does not open; "
-                    "on a machine that can write there, turn it into a pack: "
+                    f"{path} {why} a folder that can't be written, so it does not open; on a machine that can write there, turn it into a pack: "
                     f"`fa-autotune db export PACK --all --db {shlex.quote(str(path))}`"
                 ) from None
         except BaseException:
@@ -273,9 +274,9 @@ def _connect_read_only(path: Path, *, is_pack: bool, busy_s: float, limit_s: flo
     raise AssertionError("the last attempt returns or raises")
 
 
-def _has_pending_changes(path: Path) -> bool:
+def _has_pending_changes(path: Path, *suffixes: str) -> bool:
     """True if a log or journal beside a file says something that the file does not."""
-    beside = (path.with_name(path.name + suffix) for suffix in ("-wal", "-journal"))
+    beside = (path.with_name(path.name + suffix) for suffix in suffixes or ("-wal", "-journal"))
     return any(log.exists() and log.stat().st_size > 0 for log in beside)
 
 
