@@ -263,7 +263,8 @@ def _connect_read_only(path: Path, *, is_pack: bool, busy_s: float, limit_s: flo
                 is_log = _has_pending_changes(path, "-wal")
                 why = "is a live database (WAL) in" if is_log else "has the journal of a change that was cut short, in"
                 raise DatabaseError(
-                    f"{path} {why} a folder that can't be written, so it does not open; on a machine that can write there, turn it into a pack: "
+                    f"{path} {why} a folder that can't be written, so it does not open; on a machine that can write "
+                    "there, turn it into a pack: "
                     f"`fa-autotune db export PACK --all --db {shlex.quote(str(path))}`"
                 ) from None
         except BaseException:
