@@ -125,7 +125,11 @@ def write_whole(path: Path, content: bytes | str, *, durable: bool = True, mode:
     data = content.encode() if isinstance(content, str) else content
     draft = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(draft, flags, mode)
+    try:
+        descriptor = os.open(draft, flags, mode)
+    except OSError as error:
+        error.filename = str(path)  # the name that was asked for
+        raise
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)

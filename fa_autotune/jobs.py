@@ -164,7 +164,7 @@ def tune(
 
 def parse_duration_s(text: str) -> float:
     """Seconds of `90s`, `10m`, `1h` or `1h30m`; a bare number is refused, since its unit would be a guess."""
-    match = re.fullmatch(r"(?=.)(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?", text.strip().lower())
+    match = re.fullmatch(r"(?=.)(?:([0-9]{1,9})h)?(?:([0-9]{1,9})m)?(?:([0-9]{1,9})s)?", text.strip().lower())
     seconds = (
         0
         if match is None

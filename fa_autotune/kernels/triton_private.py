@@ -517,6 +517,17 @@ def _differs(what: str) -> CompileError:
 # --- interpreting -----------------------------------------------------------------------------------------------------
 
 
+def interpreter_failure(error: Exception) -> str | None:
+    """What Triton's interpreter fell over, with its release; None for an error of anything else."""
+    import triton  # noqa: PLC0415
+    from triton.runtime import errors  # noqa: PLC0415
+
+    kind = getattr(errors, "InterpreterError", None)
+    if kind is None or not isinstance(error, kind):
+        return None
+    return f"the interpreter of Triton {triton.__version__} fails with {error.__cause__ or error}"
+
+
 @cache
 def install_interpreter_shim() -> None:
     """Make Triton's interpreter treat bfloat16 as a GPU does.
