@@ -14,7 +14,14 @@ from fa_autotune.errors import UnsupportedError
 from fa_autotune.ops.call import NO_EXTRAS, Call, Extras, Gradients, Needed, Saved
 from fa_autotune.ops.plans import plan_of
 from fa_autotune.ops.rows.kinds import rows_of
-from fa_autotune.ops.torch_private import autograd_info, has_forward_mode, has_tangent, make_autograd_impl
+from fa_autotune.ops.tensor_kinds import ask
+from fa_autotune.ops.torch_private import (
+    autograd_info,
+    has_forward_mode,
+    has_tangent,
+    is_transforming,
+    make_autograd_impl,
+)
 
 _library: Any = torch.library  # its functions lack types
 LIBRARY = _library.Library("fa_autotune", "DEF")
@@ -128,7 +135,8 @@ def attention_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tens
 
 def gradients_op(saved: Saved, d_out: Tensor | None, d_lse: Tensor | None, call: Call, needed: Needed) -> Gradients:
     """A plan's `backward`, through the dispatcher."""
-    return _gradients_by(torch.ops.fa_autotune.backward, saved, d_out, d_lse, call, needed)
+    op: Any = torch.ops.fa_autotune.backward
+    return _gradients_by(lambda *arguments: ask(op, arguments), saved, d_out, d_lse, call, needed)
 
 
 def _gradients_by(
@@ -180,6 +188,11 @@ def _register_forward_autograd() -> None:
     def forward(keys: Any, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
         if has_forward_mode():
             check_tangents(q, k, v, *(tensor for tensor in arguments if isinstance(tensor, Tensor)))
+        if is_transforming() and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
+            raise UnsupportedError(
+                "attention has no gradient where torch.func.functionalize meets torch.func.grad (vjp, jacrev): leave "
+                "functionalize out, since attention changes none of its tensors, or trace with torch.compile"
+            )
         return differentiated(keys, q, k, v, *arguments)
 
     LIBRARY.impl("forward", forward, "Autograd", with_keyset=True)
@@ -208,6 +221,8 @@ def fold_batch(op: Any, batch_size: int, in_dims: Any, arguments: tuple[Any, ...
         )
     if any(tensor.dtype is torch.int32 for tensor, _ in tensors):
         raise UnsupportedError("attention_varlen has no rule for vmap; use `attention` on a padded batch")
+    if batch_size == 0:  # no example to fold: one that is made up gives the results' kinds and shapes
+        return _results_of_nothing(op, in_dims, arguments)
     batch = max(tensor.shape[0 if dim is None else int(dim == 0)] for tensor, dim in tensors)
 
     def folded(tensor: Any, dim: int | None) -> Any:
@@ -223,6 +238,23 @@ def fold_batch(op: Any, batch_size: int, in_dims: Any, arguments: tuple[Any, ...
     dims = tuple(None if result.ndim == 1 else 0 for result in results)
     unfolded = zip(results, dims, strict=True)
     return tuple(result if dim is None else result.unflatten(0, (batch_size, -1)) for result, dim in unfolded), dims
+
+
+def _results_of_nothing(op: Any, in_dims: Any, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    """`fold_batch` of no example."""
+    results = op(
+        *(
+            argument.new_zeros([size for axis, size in enumerate(argument.shape) if axis != dim])
+            if isinstance(argument, Tensor) and dim is not None
+            else argument
+            for argument, dim in zip(arguments, in_dims, strict=True)
+        )
+    )
+    dims = tuple(None if result.ndim == 1 else 0 for result in results)
+    return tuple(
+        result if dim is None else result.new_empty((0, *result.shape))
+        for result, dim in zip(results, dims, strict=True)
+    ), dims
 
 
 def _vmap_of(op: Any) -> Any:

@@ -6,6 +6,7 @@ runs (transforms, tracing), or set what has no public name.
 
 from collections.abc import Callable
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,10 +41,26 @@ current_gpu: Callable[[], int] = found("_C._cuda_getDevice", torch.cuda.current_
 is_transforming: Callable[[], bool] = found("_C._are_functorch_transforms_active", lambda: False)
 tracing_state: Callable[[], object | None] = found("_C._get_tracing_state", lambda: None)
 is_in_dispatch_mode: Callable[[], bool] = found("utils._python_dispatch.is_in_torch_dispatch_mode", lambda: False)
+transforms: Callable[[], Any] = found("_C._functorch.get_interpreter_stack", lambda: None)
 is_batched: Callable[[Tensor], bool] = found("_C._functorch.is_legacy_batchedtensor", lambda tensor: False)
 unwrap_dead_wrappers: Callable[[tuple[Any, ...]], tuple[Any, ...]] = found(
     "_functorch.utils.unwrap_dead_wrappers", lambda values: values
 )
+
+_profiler: Any = torch.autograd.profiler
+if not hasattr(_profiler, "_is_profiler_enabled"):
+    _profiler = SimpleNamespace(_is_profiler_enabled=False)
+
+
+def is_profiling() -> bool:
+    """Whether the profiler records; False where torch does not tell, and calls have no range of their own in it."""
+    return bool(_profiler._is_profiler_enabled)
+
+
+def is_functionalizing() -> bool:
+    """Whether one of torch.func's transforms is functionalize, for which autograd functions have no rule."""
+    return any(transform.key().name == "Functionalize" for transform in transforms() or ())
+
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ ON_CUDA = pytest.mark.skipif(torch.version.cuda is None, reason="this torch is b
 PRIVATE = {
     "is_transforming": "_C._are_functorch_transforms_active",
     "tracing_state": "_C._get_tracing_state",
+    "transforms": "_C._functorch.get_interpreter_stack",
     "is_in_dispatch_mode": "utils._python_dispatch.is_in_torch_dispatch_mode",
     "is_batched": "_C._functorch.is_legacy_batchedtensor",
     "unwrap_dead_wrappers": "_functorch.utils.unwrap_dead_wrappers",
@@ -92,6 +93,7 @@ FALLBACKS: dict[str, Callable[[Any], bool]] = {
     "current_gpu": lambda fallback: fallback is torch.cuda.current_device,
     "is_transforming": lambda fallback: fallback() is False,
     "tracing_state": lambda fallback: fallback() is None,
+    "transforms": lambda fallback: fallback() is None,
     "is_in_dispatch_mode": lambda fallback: fallback() is False,
     "is_batched": lambda fallback: fallback(torch.ones(1)) is False,
     "unwrap_dead_wrappers": lambda fallback: fallback((1, None)) == (1, None),
@@ -111,6 +113,28 @@ def test_a_torch_without_it_gets_the_fallback(name: str, monkeypatch: pytest.Mon
 def test_all_that_is_kept_here_has_a_test_of_its_fallback() -> None:
     kept = re.findall(r"^(\w+): .+ = found\(", Path(torch_private.__file__).read_text(), re.MULTILINE)
     assert set(kept) == FALLBACKS.keys() == {**PRIVATE, **OF_CUDA}.keys()
+
+
+def test_a_profiler_that_records_is_seen_and_missed_where_torch_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not torch_private.is_profiling()
+    monkeypatch.setattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+    assert torch_private.is_profiling()
+    monkeypatch.delattr(torch.autograd.profiler, "_is_profiler_enabled")
+    assert not without(monkeypatch).is_profiling()
+
+
+def test_functionalize_is_seen_at_any_depth() -> None:
+    seen: list[bool] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch_private.is_functionalizing())
+        return x.sum()
+
+    x = torch.ones(2)
+    for transformed in (look, torch.func.grad(look), torch.func.functionalize(look)):
+        transformed(x)
+    torch.func.functionalize(torch.func.grad(look))(x)
+    assert seen == [False, False, True, True]
 
 
 def test_an_open_level_of_forward_mode_is_seen_and_taken_for_granted_where_torch_does_not_tell(
