@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fa_autotune.errors import UnsupportedError
 from fa_autotune.ops.call import NO_EXTRAS, Call, Extras, Gradients, Needed, Saved
+from fa_autotune.ops.flops import register_flops
 from fa_autotune.ops.plans import plan_of
 from fa_autotune.ops.rows.kinds import rows_of
 from fa_autotune.ops.tensor_kinds import ask
@@ -125,6 +126,7 @@ def _fake_backward(
 
 _library.register_fake("fa_autotune::forward", _fake_forward, lib=LIBRARY)
 _library.register_fake("fa_autotune::backward", _fake_backward, lib=LIBRARY)
+register_flops(torch.ops.fa_autotune.forward, torch.ops.fa_autotune.backward)
 
 
 def attention_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
