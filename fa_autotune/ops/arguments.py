@@ -266,13 +266,16 @@ def mask_of(causal: Any, window_size: Any) -> tuple[int, int, int]:
 def as_window(value: Any) -> tuple[int, int]:
     """A window's (left, right) as integers, OPEN where they are negative; InvalidProblemError if they are no two."""
     try:
-        left, right = (index(side) for side in value)
+        left, right = value
+        # A graph's own integers pass for int, and index() would make them constants.
+        left = left if type(left) is int else index(left)
+        right = right if type(right) is int else index(right)
     except (TypeError, ValueError):
         raise InvalidProblemError(
             f"window_size={value!r} is not (left, right): how many keys a row sees before and after its own, integers, "
             "-1 for all; leave it out for no window"
         ) from None
-    return max(left, OPEN), max(right, OPEN)
+    return left if left >= 0 else OPEN, right if right >= 0 else OPEN
 
 
 def are_right(q: Tensor, k: Tensor, v: Tensor, *, rows_first: bool) -> bool:

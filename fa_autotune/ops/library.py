@@ -27,13 +27,15 @@ from fa_autotune.ops.torch_private import (
 _library: Any = torch.library  # its functions lack types
 LIBRARY = _library.Library("fa_autotune", "DEF")
 
+# Numbers of a type that a graph may leave open, where `float` would make each a constant.
 _CALL = (
-    "float? softmax_scale, int mask, int layout, int backend, int window_left=-1, int window_right=-1, "
-    "float softcap=0.0, float dropout_p=0.0, bool tf32=False"
+    "Scalar? softmax_scale, int mask, int layout, int backend, SymInt window_left=-1, SymInt window_right=-1, "
+    "Scalar softcap=0.0, Scalar dropout_p=0.0, bool tf32=False"
 )
-_EXTRAS = ", ".join(f"Tensor? {name}=None" for name in Extras._fields)
+_EXTRAS = ", ".join(f"Tensor? {name}=None" for name in (*Extras._fields, "numbers"))
 _GRADIENTS = ", ".join(f"Tensor d_{name}" for name in Gradients._fields)
 _NUM_CALL = len(Call._fields)
+_NUM_ARGUMENTS = _NUM_CALL + len(Extras._fields)  # and `numbers`, see `opened`
 LIBRARY.define(
     f"forward(Tensor q, Tensor k, Tensor v, {_CALL}, {_EXTRAS}) -> (Tensor out, Tensor lse)",
     tags=torch.Tag.pt2_compliant_tag,
@@ -59,11 +61,44 @@ def needed_of(q: bool, k: bool, v: bool, of_extras: Iterable[bool]) -> Needed:
 
 def _said(arguments: tuple[Any, ...]) -> tuple[Call, Extras]:
     """An operator's arguments after its first tensors: what the call says, and its extras."""
-    return Call(*arguments[:_NUM_CALL]), extras_of(arguments[_NUM_CALL:])
+    return Call(*arguments[:_NUM_CALL]), extras_of(arguments[_NUM_CALL:_NUM_ARGUMENTS])
+
+
+def _numbers_of(arguments: tuple[Any, ...]) -> Tensor | None:
+    """What a graph left open: see `opened`. Defaults at the end may be missing."""
+    return arguments[_NUM_ARGUMENTS] if len(arguments) > _NUM_ARGUMENTS else None
+
+
+def _said_with_numbers(arguments: tuple[Any, ...]) -> tuple[Call, Extras]:
+    """`_said`, with the numbers that a graph left open."""
+    (call, extras), numbers = _said(arguments), _numbers_of(arguments)
+    if numbers is None:
+        return call, extras
+    scale, softcap, dropout_p = numbers.tolist()  # on the host
+    scale = None if call.softmax_scale is None else scale
+    return call._replace(softmax_scale=scale, softcap=softcap, dropout_p=dropout_p), extras
+
+
+def opened(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """An operator's arguments whose numbers, where a graph leaves one open, are a float64 tensor (3,) on the host.
+
+    It holds scale, cap and dropout probability; what stands in their places says which of them there are. A graph that
+    holds floats themselves is compiled anew for each value.
+    """
+    call = Call(*arguments[:_NUM_CALL])
+    numbers = call.softmax_scale, call.softcap, call.dropout_p
+    if not any(isinstance(number, torch.SymFloat) for number in numbers):
+        return arguments
+    unit = torch.ones((), dtype=torch.float64)
+    held = torch.stack([unit * (0.0 if number is None else number) for number in numbers])
+    scale, softcap, dropout_p = (None if one is None else 0.5 if one != 0.0 else 0.0 for one in numbers)
+    call = call._replace(softmax_scale=scale, softcap=softcap, dropout_p=dropout_p)
+    extras = (*arguments[_NUM_CALL:], *(None,) * (_NUM_ARGUMENTS - len(arguments)))
+    return (*call, *extras[: len(Extras._fields)], held)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    call, extras = _said(arguments)
+    call, extras = _said_with_numbers(arguments)
     return plan_of(q, k, v, extras, call).forward(q, k, v, extras)
 
 
@@ -78,7 +113,7 @@ def _backward(
     needed: list[bool],
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
-    call, extras = _said(arguments)
+    call, extras = _said_with_numbers(arguments)
     plan = plan_of(q, k, v, extras, call)
     gradients = plan.backward(Saved(q, k, v, out, lse, extras), d_out, d_lse, Needed(*needed))
     if gradients.attn_mask is not None:  # what is written for whole 16 bytes is not what was promised to the compiler
@@ -142,10 +177,17 @@ def gradients_op(saved: Saved, d_out: Tensor | None, d_lse: Tensor | None, call:
 
 
 def _gradients_by(
-    op: Any, saved: Saved, d_out: Tensor | None, d_lse: Tensor | None, call: Call, needed: Needed
+    op: Any,
+    saved: Saved,
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    call: Call,
+    needed: Needed,
+    numbers: Tensor | None = None,
 ) -> Gradients:
     q, k, v, out, lse, extras = saved
-    found = op(d_out, d_lse, q, k, v, out, lse, list(needed), *call, *extras)
+    open_numbers = () if numbers is None else (numbers,)
+    found = op(d_out, d_lse, q, k, v, out, lse, list(needed), *call, *extras, *open_numbers)
     return Gradients(*(gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True)))
 
 
@@ -155,7 +197,7 @@ def _gradients_by(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *arguments = inputs
     call, extras = _said(tuple(arguments))
-    ctx.save_for_backward(q, k, v, *output, *extras)
+    ctx.save_for_backward(q, k, v, *output, *extras, _numbers_of(tuple(arguments)))
     ctx.set_materialize_grads(False)
     ctx.call = call
 
@@ -169,10 +211,10 @@ def _differentiate_by(op: Any, ctx: Any, d_out: Tensor | None, d_lse: Tensor | N
     for_q, for_k, for_v, *for_others = ctx.needs_input_grad
     if d_out is None and d_lse is None:
         return (None,) * len(ctx.needs_input_grad)
-    q, k, v, out, lse, *extras = ctx.saved_tensors
+    q, k, v, out, lse, *extras, numbers = ctx.saved_tensors
     needed = needed_of(for_q, for_k, for_v, for_others[_NUM_CALL:])
-    found = _gradients_by(op, Saved(q, k, v, out, lse, extras_of(extras)), d_out, d_lse, ctx.call, needed)
-    of_others = (*(None,) * _NUM_CALL, *found.of_extras())
+    found = _gradients_by(op, Saved(q, k, v, out, lse, extras_of(extras)), d_out, d_lse, ctx.call, needed, numbers)
+    of_others = (*(None,) * _NUM_CALL, *found.of_extras(), None)
     return found.q, found.k, found.v, *of_others[: len(for_others)]
 
 
@@ -195,7 +237,7 @@ def _register_forward_autograd() -> None:
                 "attention has no gradient where torch.func.functionalize meets torch.func.grad (vjp, jacrev): leave "
                 "functionalize out, since attention changes none of its tensors, or trace with torch.compile"
             )
-        return differentiated(keys, q, k, v, *arguments)
+        return differentiated(keys, q, k, v, *opened(arguments))
 
     LIBRARY.impl("forward", forward, "Autograd", with_keyset=True)
 
