@@ -45,8 +45,8 @@ def _num_scores(q: Tensor, k: Tensor, layout: int, others: tuple[Any, ...], name
     seqlen_k = rows.view(k).shape[2]
     if layout != PACKED:
         return int(batch_size * heads * seqlen_q * seqlen_k)
-    of_call = {name: value for name, value in named.items() if name in Extras._fields}
-    extras = Extras(*others[_NUM_CALL - 3 :][: len(Extras._fields)])._replace(**of_call)  # the call's first three have names of their own
+    tensors = others[_NUM_CALL - 3 :][: len(Extras._fields)]  # the call's first three have names of their own
+    extras = Extras(*tensors)._replace(**{name: one for name, one in named.items() if name in Extras._fields})
     lengths_q, lengths_k = _lengths(extras.cu_seqlens_q, seqlen_q), _lengths(extras.cu_seqlens_k, seqlen_k)
     return int(heads * sum(rows * keys for rows, keys in zip(lengths_q, lengths_k, strict=True)))
 
