@@ -20,10 +20,10 @@ from fa_autotune.ops.call import (
     Call,
     Extras,
 )
+from fa_autotune.ops.seeds import seed_for
 from fa_autotune.ops.tensor_kinds import check_tensor, refuse_proxy
 from fa_autotune.problem.family import MAX_HEAD_DIM, MIN_HEAD_DIM
 from fa_autotune.reference.attention import TORCH_DTYPES
-from fa_autotune.reference.dropout import draw_seed
 
 MIN_SCALE, MAX_SCALE = 2.0**-125, 2.0**127  # times log2(e), still a normal fp32 number
 DEVICE_TYPES = ("cuda", "cpu", "meta")  # meta: shapes alone, as torch's own attention
@@ -159,7 +159,7 @@ def as_extras(
 
     InvalidProblemError for what is none.
     """
-    seed = draw_seed(q.device) if call.dropout_p != 0.0 else None
+    seed = seed_for(q) if call.dropout_p != 0.0 else None
     if cu_seqlens is None:
         if alibi_slopes is sinks is attn_mask is seed is None:
             return NO_EXTRAS

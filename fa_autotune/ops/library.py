@@ -13,6 +13,7 @@ from torch import Tensor
 from fa_autotune.errors import UnsupportedError
 from fa_autotune.ops.call import NO_EXTRAS, Call, Extras, Gradients, Needed, Saved
 from fa_autotune.ops.flops import register_flops
+from fa_autotune.ops.operators import LIBRARY
 from fa_autotune.ops.plans import plan_of
 from fa_autotune.ops.rows.kinds import rows_of
 from fa_autotune.ops.tensor_kinds import ask
@@ -25,7 +26,6 @@ from fa_autotune.ops.torch_private import (
 )
 
 _library: Any = torch.library  # its functions lack types
-LIBRARY = _library.Library("fa_autotune", "DEF")
 
 # Numbers of a type that a graph may leave open, where `float` would make each a constant.
 _CALL = (
@@ -91,8 +91,11 @@ def opened(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         return arguments
     unit = torch.ones((), dtype=torch.float64)
     held = torch.stack([unit * (0.0 if number is None else number) for number in numbers])
-    scale, softcap, dropout_p = (None if one is None else 0.5 if one != 0.0 else 0.0 for one in numbers)
-    call = call._replace(softmax_scale=scale, softcap=softcap, dropout_p=dropout_p)
+    call = call._replace(
+        softmax_scale=None if call.softmax_scale is None else 1.0,
+        softcap=1.0 if call.softcap != 0.0 else 0.0,
+        dropout_p=0.5 if call.dropout_p != 0.0 else 0.0,
+    )
     extras = (*arguments[_NUM_CALL:], *(None,) * (_NUM_ARGUMENTS - len(arguments)))
     return (*call, *extras[: len(Extras._fields)], held)
 

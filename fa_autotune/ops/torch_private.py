@@ -4,13 +4,15 @@ They make a call cheap (allocation, the current GPU, an autograd function's own 
 runs (transforms, tracing), or set what has no public name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy
 
 
 def found(path: str, fallback: Any) -> Any:
@@ -88,7 +90,43 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return inner
 
 
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+def take_down(library: Any) -> None:
+    """Undo all that a torch.library.Library defined, where torch knows a way."""
+    getattr(library, "_destroy", lambda: None)()
+
+
 # --- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def kept_for_backward() -> Iterator[None]:
+    """Have what is traced meanwhile be kept for the backward by a graph that computes other values again."""
+    meta = getattr(found("fx.traceback", None), "current_meta", None)
+    if meta is None:
+        yield
+        return
+    before = meta.get("recompute")
+    meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    try:
+        yield
+    finally:
+        if before is None:
+            del meta["recompute"]
+        else:
+            meta["recompute"] = before
+
+
+def least_memory_budget() -> float:
+    """Which share of the values that a backward needs a graph being traced may keep, 1.0 where torch does not tell."""
+    budgets = [getattr(found("_functorch.config", None), "activation_memory_budget", 1.0)]
+    custom = getattr(found("fx.traceback", None), "current_meta", {}).get("custom")
+    key = found("fx.traceback.MEMORY_BUDGET_ANNOTATION_KEY", None)
+    if isinstance(custom, dict) and key in custom:
+        budgets.append(custom[key])
+    return float(min(budgets))
 
 
 def allow_recompilations(count: int) -> None:

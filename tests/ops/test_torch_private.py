@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fa_autotune.ops import torch_private
 from fa_autotune.ops.torch_private import found
@@ -184,6 +185,51 @@ def test_a_function_whose_inner_entry_is_not_known_is_applied_as_usual(monkeypat
 
     monkeypatch.setattr(torch.autograd, "Function", Plain)
     assert torch_private.apply_of(Ours) == Ours.apply  # type: ignore[arg-type]
+
+
+def test_an_operator_can_be_defined_again_once_its_library_is_taken_down() -> None:
+    library = torch.library.Library("fa_autotune_test_of_taking_down", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    torch_private.take_down(library)
+    again = torch.library.Library("fa_autotune_test_of_taking_down", "DEF")
+    again.define("twice(Tensor x) -> Tensor")
+    torch_private.take_down(again)
+    torch_private.take_down(object())
+
+
+def test_what_is_traced_is_marked_to_be_kept_for_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def traced() -> dict[str, object]:
+        with torch.fx.traceback.preserve_node_meta():
+            graph = torch.fx.Graph()
+            before = graph_node(graph)
+            with torch_private.kept_for_backward():
+                inside = graph_node(graph)
+            return {"before": before, "inside": inside, "after": graph_node(graph)}
+
+    def graph_node(graph: torch.fx.Graph) -> object:
+        tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+        return tracer.create_node("call_function", torch.sin, (), {}).meta.get("recompute")
+
+    assert traced() == {"before": None, "inside": CheckpointPolicy.MUST_SAVE, "after": None}
+    with torch.fx.traceback.preserve_node_meta():
+        monkeypatch.setitem(torch.fx.traceback.current_meta, "recompute", CheckpointPolicy.PREFER_RECOMPUTE)
+        with torch_private.kept_for_backward():
+            pass
+        assert torch.fx.traceback.current_meta["recompute"] is CheckpointPolicy.PREFER_RECOMPUTE
+    monkeypatch.delattr(torch.fx.traceback, "current_meta")
+    with torch_private.kept_for_backward():
+        pass
+
+
+def test_the_least_memory_budget_is_that_of_the_region_or_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = pytest.importorskip("torch._functorch.config")
+    assert torch_private.least_memory_budget() == 1.0
+    with config.patch(activation_memory_budget=0.5):
+        assert torch_private.least_memory_budget() == 0.5
+    key = torch_private.found("fx.traceback.MEMORY_BUDGET_ANNOTATION_KEY", None)
+    with torch.fx.traceback.preserve_node_meta():
+        monkeypatch.setitem(torch.fx.traceback.current_meta, "custom", {key: 0.25})
+        assert torch_private.least_memory_budget() == 0.25
 
 
 # --- attention without any of it --------------------------------------------------------------------------------------
