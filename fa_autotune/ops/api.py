@@ -388,12 +388,8 @@ def warmup(
     device is the current GPU unless named.
     """
     backward = as_flag("backward", backward)
-    if isinstance(problems, (str, AttentionProblem)):
-        problems = [problems]
-    elif not isinstance(problems, Iterable):
-        raise InvalidProblemError(f"problems={problems!r} is no list of problems; {_PROBLEM}")
     index = device_index(device)
-    for called in map(_as_called, problems):
+    for called in (problem.as_called() for problem in AttentionProblem.several(problems)):
         kernel_for(called, index)
         if backward:
             usual, unordered = (dispatcher_of(index).backward(called, unordered=free) for free in (False, True))
@@ -414,22 +410,11 @@ def explain(
     With `backward` the same of the kernels of its whole backward, and which way they are.
     """
     backward = as_flag("backward", backward)
-    asked, called = dispatcher_of(device_index(device)), _as_called(problem)
+    asked, called = dispatcher_of(device_index(device)), AttentionProblem.of(problem).as_called()
     if not backward:
         return asked.peek(called).describe()
     choice = asked.backward_choice(called, unordered=called.family.unordered)
     return "\n".join([choice.describe(), *(asked.peek(one).describe() for one in choice.problems)])
-
-
-_PROBLEM = 'write each as "4x32x8x4096x4096x128,causal", or as an AttentionProblem'
-
-
-def _as_called(problem: Any) -> AttentionProblem:
-    if isinstance(problem, str):
-        problem = AttentionProblem.parse(problem)
-    if not isinstance(problem, AttentionProblem):
-        raise InvalidProblemError(f"problem={problem!r} is a {type(problem).__name__}, and no problem; {_PROBLEM}")
-    return problem.as_called()
 
 
 # What arguments mean that are not served; None is off.

@@ -185,9 +185,9 @@ def test_a_scale_in_the_place_of_a_flag_is_refused() -> None:
         (lambda q, k, v: attention(q, k, v, layout=np.array(["a", "b"])), "layout=array.* is not"),
         (lambda q, k, v: attention(q, k, v, softmax_scale=np.array([1.0, 2.0])), "softmax_scale=array.* is not a num"),
         (lambda q, k, v: attention(q, k, v, window_size=None), "window_size=None is not"),
-        (lambda q, k, v: warmup([None]), "problem=None is a NoneType, and no problem; write"),  # type: ignore[list-item]
+        (lambda q, k, v: warmup([None]), "problem=None is a NoneType, and no problem; write it"),  # type: ignore[list-item]
         (lambda q, k, v: warmup(None), "problems=None is no list of problems; write"),  # type: ignore[arg-type]
-        (lambda q, k, v: explain(None), "problem=None is a NoneType, and no problem; write"),  # type: ignore[arg-type]
+        (lambda q, k, v: explain(None), "problem=None is a NoneType, and no problem; write it"),  # type: ignore[arg-type]
     ],
 )
 def test_what_is_no_argument_at_all_is_named(call: Callable[..., Any], message: str) -> None:
