@@ -23,6 +23,7 @@ from fa_autotune.ops.library import (
 )
 from fa_autotune.ops.plans import Plan, plan_of
 from fa_autotune.ops.rows.kinds import rows_of
+from fa_autotune.ops.sharding import prepared, registered
 from fa_autotune.ops.tensor_kinds import PLAIN, ask, check_tensor
 from fa_autotune.ops.torch_private import (
     apply_of,
@@ -89,6 +90,10 @@ def _attend_with_care(q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Cal
     is_plain = all(type(tensor) in PLAIN for tensor in (q, k, v, *extras.given()))
     if not is_plain:
         rows_of(call.layout).check_kinds(q, k, v, extras)
+        if _is_compiling():
+            registered()
+        else:
+            extras = prepared(q, k, v, extras)
     if call.layout == PACKED and is_transforming() and not is_functionalizing():
         raise UnsupportedError(
             "attention_varlen is not served under torch.func's transforms (vmap, grad, vjp, jvp) by this release of "

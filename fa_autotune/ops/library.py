@@ -16,6 +16,7 @@ from fa_autotune.ops.flops import register_flops
 from fa_autotune.ops.operators import LIBRARY
 from fa_autotune.ops.plans import plan_of
 from fa_autotune.ops.rows.kinds import rows_of
+from fa_autotune.ops.sharding import is_sharded
 from fa_autotune.ops.tensor_kinds import ask
 from fa_autotune.ops.torch_private import (
     autograd_info,
@@ -240,7 +241,7 @@ def _register_forward_autograd() -> None:
                 "attention has no gradient where torch.func.functionalize meets torch.func.grad (vjp, jacrev): leave "
                 "functionalize out, since attention changes none of its tensors, or trace with torch.compile"
             )
-        return differentiated(keys, q, k, v, *opened(arguments))
+        return differentiated(keys, q, k, v, *(arguments if is_sharded(q) else opened(arguments)))
 
     LIBRARY.impl("forward", forward, "Autograd", with_keyset=True)
 

@@ -11,12 +11,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
 
 PLAIN = (Tensor, torch.nn.Parameter)  # torch.nn.Buffer makes Tensors
 
+_UNINITIALIZED = torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer
 _Kind: Any = Tensor  # its class methods lack types
 _SILENT = {_Kind.__torch_function__.__func__, torch.nn.Parameter.__torch_function__}
 
@@ -35,7 +35,7 @@ def check_tensor(name: str, tensor: Any, *, beside: bool = False) -> None:
     kind = type(tensor)
     if kind in PLAIN:
         return
-    if is_lazy(tensor):
+    if isinstance(tensor, _UNINITIALIZED):
         raise InvalidProblemError(f"{name} is an {kind.__name__}: it has no shape yet; run its module once first")
     if kind is torch.masked.MaskedTensor:
         raise InvalidProblemError(

@@ -98,6 +98,45 @@ def take_down(library: Any) -> None:
     getattr(library, "_destroy", lambda: None)()
 
 
+# --- sharded tensors --------------------------------------------------------------------------------------------------
+
+
+def register_sharding(
+    op: Any,
+    shardings: Callable[..., list[tuple[list[Any], list[Any]]]],
+    is_even: Callable[..., bool],
+    first_static: int,
+) -> bool:
+    """Have DTensor know how an operator's tensors may be sharded; False where torch does not take it as told here.
+
+    `shardings`: of the operator's arguments, tensors as specs: (placements of results, placements of arguments) along
+    one dimension of a mesh, None for what is no tensor. `is_even`: of the specs of the tensors among them, as they
+    are to lie, and of the arguments: whether that is served. What is no tensor, from `first_static` on, is told apart.
+    """
+    expand = found("distributed.tensor._ops.utils.expand_to_full_mesh_op_strategy", None)
+    schema = found("distributed.tensor._op_schema", None)
+    propagator = found("distributed.tensor.DTensor._op_dispatcher.sharding_propagator", None)
+    if None in (expand, schema, propagator):
+        return False
+
+    def spec_of(argument: Any) -> Any:
+        return argument.strategies[0].output_spec if isinstance(argument, schema.OpStrategy) else argument
+
+    def strategy(called: Any) -> Any:
+        arguments = [spec_of(argument) for argument in called.args_schema]
+        placements = shardings(*arguments)
+        return expand(
+            called.get_mesh_from_args(),
+            called,
+            [[*results, *arguments] for results, arguments in placements],
+            input_index=len(op._schema.returns),
+            is_valid_strategy_cb=lambda given, results: is_even(given, *arguments),
+        )
+
+    propagator.register_op_strategy(op, strategy, schema.RuntimeSchemaInfo(first_static, needs_pytree=True))
+    return True
+
+
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
