@@ -70,7 +70,9 @@ def own_cache_folder(folder: Path, environ: Mapping[str, str] = os.environ) -> P
 
 
 def expanded(path: Path | str) -> Path:
-    """A path with the home folder for its `~`; FaAutotuneError if that folder is not known."""
+    """A path with the home folder for its `~`; FaAutotuneError if that folder is not known, or it is no path."""
+    if not isinstance(path, (str, Path)) or "\0" in str(path):
+        raise FaAutotuneError(f"{path!r} is no path of a file; write it as text, or as a pathlib.Path")
     try:
         return Path(path).expanduser()
     except RuntimeError as error:

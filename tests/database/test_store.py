@@ -16,7 +16,7 @@ from fa_autotune.database import Miss, SessionKind, SessionState, TuningDatabase
 from fa_autotune.database.reader import TABLES
 from fa_autotune.database.rows import MAX_ERROR
 from fa_autotune.database.schema import SCHEMA_VERSION
-from fa_autotune.errors import DatabaseError, InvalidProblemError
+from fa_autotune.errors import DatabaseError, FaAutotuneError, InvalidProblemError
 from fa_autotune.problem.device import KNOWN_DEVICES
 from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
@@ -384,3 +384,9 @@ def test_an_early_stopped_measurement_says_so(tmp_path: Path) -> None:
     with TuningDatabase(tmp_path / "a.db") as database:
         database.save_trial(begin(database), replace(ok_record(), measurement=measurement(early_stopped=True)))
         assert database.leaderboard(PROBLEM)[0].early_stopped
+
+
+@pytest.mark.parametrize("path", ["/a\0b", None, 5], ids=repr)
+def test_a_path_that_is_none_is_refused(path):
+    with pytest.raises(FaAutotuneError, match="is no path of a file"):
+        TuningDatabase(path)
