@@ -7,6 +7,7 @@
     * TemplateError                       a template is missing or does not render
     * CompileError                        a generated kernel does not compile
     * LaunchError                         a compiled kernel does not load or launch
+    * MachineError                        a disk, memory, the cache or another program failed; no kernel is to blame
     * WorkerError                         a job in a subprocess gave no result
         * WorkerTimeout
         * WorkerDied
@@ -48,6 +49,10 @@ class LaunchError(FaAutotuneError):
     """A compiled kernel does not load or launch."""
 
 
+class MachineError(FaAutotuneError):
+    """A fault of the machine, or of its cache folder, which says nothing about a kernel."""
+
+
 class WorkerError(FaAutotuneError):
     """A job in a subprocess gave no result."""
 
@@ -57,7 +62,9 @@ class WorkerTimeout(WorkerError):
 
 
 class WorkerDied(WorkerError):
-    """The subprocess ended before it answered."""
+    """The subprocess ended before it answered; `signal` is the number of the signal that ended it, if one did."""
+
+    signal: int | None = None
 
 
 class DatabaseError(FaAutotuneError):

@@ -117,6 +117,15 @@ class TrialRecord:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFault:
+    """A candidate of which nothing is known, since the machine failed meanwhile: no trial, and never stored."""
+
+    candidate: Candidate
+    problem: AttentionProblem
+    error: str
+
+
 class Evaluator(Protocol):
     """Turns candidates into records. The real one compiles and runs kernels; a replay answers from recorded sweeps."""
 
@@ -130,18 +139,18 @@ class Evaluator(Protocol):
         problems: Sequence[AttentionProblem],
         *,
         incumbents_ms: Sequence[float | None] = (),
-    ) -> Iterator[TrialRecord]:
-        """Yield one record for each candidate on each problem, in completion order.
+    ) -> Iterator[TrialRecord | MachineFault]:
+        """Yield one record for each candidate on each problem, in completion order, or the fault in its place.
 
         All candidates and problems are of one family; each kernel is compiled once. `incumbents_ms` holds the best
         time so far for each problem: a candidate clearly slower stops early. A candidate that fails is a record.
         """
         ...
 
-    def confirm(self, candidates: Sequence[Candidate], problem: AttentionProblem) -> list[TrialRecord]:
+    def confirm(self, candidates: Sequence[Candidate], problem: AttentionProblem) -> list[TrialRecord | MachineFault]:
         """Measure finalists interleaved in one session: records of role `confirm`, the fastest first.
 
         Finalists may be of several variants; `rank` counts from 1 within each variant. Candidates that fail here come
-        last, without a rank.
+        last, without a rank, and so do faults.
         """
         ...

@@ -353,14 +353,17 @@ class _Process:
         while self.is_alive() and time.monotonic() < patience:
             time.sleep(0.002)
         self._read_output()
-        how = "closed its pipes without an answer"
+        how, number = "closed its pipes without an answer", None
         if ended := os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             how = f"exited with code {ended.si_status}"
             if ended.si_code != os.CLD_EXITED:
-                how = f"was killed by {signal.Signals(ended.si_status).name}"
-                if ended.si_status == signal.SIGKILL:
+                number = ended.si_status
+                how = f"was killed by {signal.Signals(number).name}"
+                if number == signal.SIGKILL:
                     how += " (by the system, if memory ran out)"
-        return WorkerDied(f"worker {self._name} {how} in the middle of a job{self.shown_tail()}")
+        death = WorkerDied(f"worker {self._name} {how} in the middle of a job{self.shown_tail()}")
+        death.signal = number
+        return death
 
     def _close_pipes(self) -> None:
         for descriptor in (self._jobs, self._results, self._output, self._lifeline):

@@ -21,7 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fa_autotune import attention
 from fa_autotune.benchmark.bench import geomean
+from fa_autotune.files import OutputKind, write_output
 from fa_autotune.kernels.gpu import live_device, live_toolchain
+from fa_autotune.paths import users_databases
 
 HEAD_DIMS = (64, 128)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -126,7 +128,8 @@ def main() -> None:
     if chosen.json:
         device, toolchain = live_device(), live_toolchain()
         found = {"device": device.name, "torch": toolchain.torch, "triton": toolchain.triton, "rows": rows}
-        chosen.json.write_text(json.dumps(found, indent=1))
+        kind = OutputKind(name="figures of this script", is_one=lambda head: head.startswith(b'{\n "device": '))
+        write_output(chosen.json, json.dumps(found, indent=1), kind, databases=users_databases())
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ LATE = {"optuna": "tuner", "jinja2": "kernels.render", "sqlite_utils": "database
 PRIVATE_TO_TRITON = {
     "ASTSource", "GPUTarget", "GluonASTSource", "InterpreterBuilder", "TensorHandle", "_cuda_getCurrentRawStream",
     "_init_handles", "_runtime", "arg_names", "asm", "cuobjdump", "dump_ptxas_log", "get_cache_manager",
-    "global_scratch_size", "launch_enter_hook", "launch_exit_hook", "make_tensordesc_arg",
+    "global_scratch_size", "launch_enter_hook", "launch_exit_hook", "make_tensordesc_arg", "manager_class",
     "packed_metadata", "profile_scratch_size", "tensordesc_meta", "wrap_handle_tensordesc",
 }  # fmt: skip
 MOST_LINES = 600

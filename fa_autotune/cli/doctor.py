@@ -8,11 +8,12 @@ import os
 import platform
 import sqlite3
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TypeAlias, TypeVar
 
 import click
 
@@ -20,6 +21,7 @@ from fa_autotune import __version__, paths
 from fa_autotune.cli.terminal import say
 from fa_autotune.dispatch.winners import Snapshot, Source, load_snapshot
 from fa_autotune.errors import FaAutotuneError
+from fa_autotune.files import written_by_others
 from fa_autotune.problem.device import DeviceSpec, parse_triton_version
 from fa_autotune.problem.family import AttentionFamily, DType
 from fa_autotune.space.registry import VARIANTS
@@ -33,6 +35,10 @@ _PACKAGES = {
 }
 # What a variant serves is asked for the commonest family; `fa-autotune explain --problem …` answers for any other.
 _FAMILY = AttentionFamily(dtype=DType.BFLOAT16, head_dim=128, head_dim_v=128, bounded_right=True)
+
+
+AnswerT = TypeVar("AnswerT")
+_Torch: TypeAlias = tuple[tuple[DeviceSpec, ...], str | None, str | None, str | None]
 
 
 class Verdict(StrEnum):
@@ -85,7 +91,10 @@ class DatabaseReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What was found. `torch_error` says why torch can't be imported, `triton_error` the same of Triton."""
+    """What was found. `torch_error` says why torch can't be imported, `triton_error` the same of Triton.
+
+    `failures`: what could not be asked, and why; where a folder could not, it is None.
+    """
 
     versions: Mapping[str, str | None]
     torch_error: str | None
@@ -94,10 +103,11 @@ class Machine:
     devices: tuple[DeviceSpec, ...]
     c_compiler: str | None
     python_header: Path
-    cache_dir: Path
-    database: Path
+    cache_dir: Path | None
+    database: Path | None
     packs: tuple[Path, ...]
     snapshot: Snapshot
+    failures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +121,7 @@ class DoctorReport:
     gpus: tuple[GpuReport, ...]
     c_compiler: str | None
     databases: tuple[DatabaseReport, ...]
-    cache_dir: str
+    cache_dir: str | None
     cache_writable: bool
     findings: tuple[Finding, ...]
 
@@ -137,21 +147,36 @@ def doctor_command(ctx: click.Context, *, as_json: bool) -> None:
 
 
 def look_round() -> Machine:
-    """Ask the machine. A part that is missing or broken is an answer, not an error."""
-    devices, driver, cuda, torch_error = _ask_torch()
-    database, packs = paths.database_path(), tuple(paths.pack_paths())
+    """Ask the machine. A part that is missing or broken is an answer, not an error, and hides no other part."""
+    failures: list[str] = []
+
+    def ask(what: str, question: Callable[[], AnswerT], otherwise: AnswerT) -> AnswerT:
+        try:
+            return question()
+        except Exception as error:  # noqa: BLE001  whatever is wrong here is what is to be told
+            failures.append(f"{what} can't be told: {str(error) or type(error).__name__}")
+            return otherwise
+
+    no_torch: _Torch = ((), None, None, None)
+    devices, driver, cuda, torch_error = ask("what torch sees", _ask_torch, no_torch)
+    no_path: Path | None = None
+    no_packs: tuple[Path, ...] = ()
+    database = ask("where your database is", paths.database_path, no_path)
+    packs = ask("which packs there are", lambda: tuple(paths.pack_paths()), no_packs)
+    nowhere = Path(os.devnull) / "none"
     return Machine(
-        versions={**_package_versions(), "driver": driver, "cuda": cuda},
+        versions={**ask("which packages there are", _package_versions, {}), "driver": driver, "cuda": cuda},
         torch_error=torch_error,
         triton_error=_import_error("triton"),
         interpreting=paths.interpreting(),
         devices=devices,
-        c_compiler=paths.c_compiler(),
+        c_compiler=ask("which C compiler there is", paths.c_compiler, None),
         python_header=Path(sysconfig.get_path("include")) / "Python.h",
-        cache_dir=paths.cache_dir(),
+        cache_dir=ask("where the cache is", paths.cache_dir, no_path),
         database=database,
         packs=packs,
-        snapshot=load_snapshot(database, packs),
+        snapshot=ask("what is tuned", lambda: load_snapshot(database or nowhere, packs), Snapshot(rows=())),
+        failures=tuple(failures),
     )
 
 
@@ -172,12 +197,12 @@ def _distribution_version(name: str) -> str | None:
 def _import_error(module: str) -> str | None:
     try:
         __import__(module)
-    except (ImportError, OSError, RuntimeError) as error:  # OSError: a library that the wheel needs is missing
-        return str(error)
+    except Exception as error:  # noqa: BLE001  a broken install raises anything
+        return str(error) or type(error).__name__
     return None
 
 
-def _ask_torch() -> tuple[tuple[DeviceSpec, ...], str | None, str | None, str | None]:
+def _ask_torch() -> _Torch:
     """The GPUs, the driver's and CUDA's versions, and why torch can't be imported."""
     if error := _import_error("torch"):
         return (), None, None, error
@@ -218,8 +243,8 @@ def examine(machine: Machine) -> DoctorReport:
         gpus=gpus,
         c_compiler=machine.c_compiler,
         databases=tuple(_database_reports(machine)),
-        cache_dir=str(machine.cache_dir),
-        cache_writable=_writable(machine.cache_dir),
+        cache_dir=None if machine.cache_dir is None else str(machine.cache_dir),
+        cache_writable=machine.cache_dir is not None and _writable(machine.cache_dir),
         findings=findings,
     )
 
@@ -245,9 +270,10 @@ def _gpu_report(device: DeviceSpec, machine: Machine) -> GpuReport:
 
 
 def _database_reports(machine: Machine) -> Iterator[DatabaseReport]:
-    for source, path in [(Source.USER, machine.database), *((Source.PACK, pack) for pack in machine.packs)]:
+    own = [] if machine.database is None else [(Source.USER, machine.database)]
+    for source, path in [*own, *((Source.PACK, pack) for pack in machine.packs)]:
         winners = sum(row.path == path and row.source is source for row in machine.snapshot.rows)
-        yield DatabaseReport(source=source, path=str(path), exists=path.exists(), winners=winners)
+        yield DatabaseReport(source=source, path=str(path), exists=os.path.exists(path), winners=winners)
 
 
 def _verdict(machine: Machine, gpus: tuple[GpuReport, ...], findings: tuple[Finding, ...]) -> Verdict:
@@ -261,6 +287,8 @@ def _verdict(machine: Machine, gpus: tuple[GpuReport, ...], findings: tuple[Find
 
 
 def _findings(machine: Machine, gpus: tuple[GpuReport, ...]) -> Iterator[Finding]:
+    for failure in machine.failures:
+        yield Finding(fatal=False, text=failure, next_step="mend what it names; the rest of this report holds")
     if machine.torch_error:
         yield _fatal(f"torch can't be imported: {machine.torch_error}", "pip install torch")
         return
@@ -289,7 +317,7 @@ def _triton_findings(machine: Machine) -> Iterator[Finding]:
 def _launch_findings(machine: Machine) -> Iterator[Finding]:
     if machine.c_compiler is None:
         yield _fatal("no C compiler: Triton builds its launcher with one at the first call", "install gcc, or set CC")
-    if not machine.python_header.is_file():
+    if not os.path.isfile(machine.python_header):
         yield _fatal(
             f"{machine.python_header} is missing: Triton's launcher is built against it",
             "install Python's headers (python3-dev, python3-devel)",
@@ -314,18 +342,31 @@ def _gpu_findings(machine: Machine, gpus: tuple[GpuReport, ...]) -> Iterator[Fin
 
 
 def _folder_findings(machine: Machine) -> Iterator[Finding]:
-    if not _writable(machine.cache_dir):
+    if machine.cache_dir is not None and not _writable(machine.cache_dir):
         yield Finding(
             fatal=bool(machine.devices) or machine.interpreting,
             text=f"the cache folder {machine.cache_dir} can't be written: generated kernels are put there",
             next_step="set FA_AUTOTUNE_CACHE to a folder that can",
         )
-    if not _writable(machine.database):
+    elif machine.cache_dir is not None and (reason := _others_may_write(machine.cache_dir)):
+        yield Finding(
+            fatal=bool(machine.devices) or machine.interpreting,
+            text=f"the cache folder is not used, since what is in it is run: {reason}",
+            next_step="mend its rights if nobody else put anything there, or set FA_AUTOTUNE_CACHE to another folder",
+        )
+    if machine.database is not None and not _writable(machine.database):
         yield Finding(
             fatal=False,
             text=f"the database {machine.database} can't be written: tuning has nowhere to put results",
             next_step="set FA_AUTOTUNE_DB to a file that can, or give --db",
         )
+
+
+def _others_may_write(folder: Path) -> str | None:
+    try:
+        return written_by_others(folder)
+    except OSError:  # not there yet
+        return None
 
 
 def _fatal(text: str, next_step: str) -> Finding:
@@ -359,7 +400,7 @@ def show(report: DoctorReport) -> Iterator[str]:
     for database in report.databases:
         state = f"{database.winners} winners" if database.exists else "not there yet"
         yield _line("your database" if database.source is Source.USER else "pack", f"{database.path}: {state}")
-    yield _line("cache folder", f"{report.cache_dir}{'' if report.cache_writable else ': not writable'}")
+    yield _line("cache folder", f"{report.cache_dir or 'unknown'}{'' if report.cache_writable else ': not writable'}")
     for finding in report.findings:
         yield ""
         yield f"{'PROBLEM' if finding.fatal else 'note'}: {finding.text}"

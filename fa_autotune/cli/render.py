@@ -9,6 +9,8 @@ import click
 
 from fa_autotune import paths
 from fa_autotune.errors import FaAutotuneError, InvalidConfigError
+from fa_autotune.files import OutputKind, write_output
+from fa_autotune.kernels.render import GENERATED_BY
 from fa_autotune.problem.device import DeviceSpec, known_device
 from fa_autotune.problem.family import AttentionFamily
 from fa_autotune.problem.problem import AttentionProblem
@@ -19,6 +21,10 @@ from fa_autotune.space.seeds import default_config
 from fa_autotune.space.support import MIN_TRITON
 
 DEFAULT_DEVICE = "h200"
+KERNEL = OutputKind(name="a kernel that fa-autotune wrote", is_one=lambda head: head.startswith(GENERATED_BY.encode()))
+JSON_KERNEL = OutputKind(
+    name="JSON of `fa-autotune render`", is_one=lambda head: head.startswith(b'{\n  "text": "' + GENERATED_BY.encode())
+)
 
 
 @click.command("render")
@@ -36,7 +42,11 @@ DEFAULT_DEVICE = "h200"
     help="A known GPU, such as a100; its untuned default gives the knobs that --config leaves open.",
 )
 @click.option("--config", metavar="JSON", default="{}", help="Knobs that differ from the untuned default.")
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file instead.")
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write to this file instead.",
+)
 @click.option(
     "--winners", is_flag=True, help="Write the kernels of all packs' winners, and an index, to kernels_generated/."
 )
@@ -54,7 +64,8 @@ def render_command(
     """Print one generated kernel, or write the shipped winners'.
 
     Without --config it is the variant's untuned kernel. What `fa-autotune explain` calls source is the command that
-    prints the kernel that a call would run. Nothing is compiled or run.
+    prints the kernel that a call would run. Nothing is compiled or run. --output replaces what an earlier call wrote,
+    and no other file.
     """
     if (problem is None) != winners:
         raise click.UsageError("give --problem, for example --problem 4x32x8x4096x4096x128,causal, or else --winners")
@@ -67,7 +78,7 @@ def render_command(
     if output is None:
         click.echo(text, nl=False)
     else:
-        output.write_text(text)
+        write_output(output, text, JSON_KERNEL if as_json else KERNEL, databases=paths.users_databases())
         click.echo(f"wrote {output}", err=True)
 
 

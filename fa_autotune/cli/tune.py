@@ -1,6 +1,7 @@
 """`fa-autotune tune`: search the fastest kernels for this machine's GPU, and show how it goes."""
 
 import json
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import click
 
 from fa_autotune.cli.problem_options import named_problems, problem_options
 from fa_autotune.cli.terminal import print_table, say
+from fa_autotune.cli.values import DatabaseFile, WholeNumber
 from fa_autotune.problem.device import INTERPRETER_ARCH
 from fa_autotune.problem.passes import parse_passes
 from fa_autotune.problem.problem import AttentionProblem
@@ -41,19 +43,19 @@ _INTERPRETER_BANNER = (
     show_default=True,
     help="Kernels to tune, separated by commas: fwd, bwd (all of the backward), or single ones, such as bwd_dkdv.",
 )
-@click.option("--trials", type=click.IntRange(min=1), help="Candidates measured per problem. [default: 96]")
+@click.option("--trials", type=WholeNumber(min=1), help="Candidates measured per problem. [default: 96]")
 @click.option("--time-budget", help="For all problems together, such as 90s, 10m or 1h30m. [default: none]")
-@click.option("--gpu", "gpu_index", type=click.IntRange(min=0), help="Index of the GPU. [default: 0]")
+@click.option("--gpu", "gpu_index", type=WholeNumber(min=0), help="Index of the GPU. [default: 0]")
 @click.option(
     "--db",
     "db_path",
-    type=click.Path(path_type=Path),
+    type=DatabaseFile(),
     help="The database. [default: FA_AUTOTUNE_DB, or the user's own]",
 )
 @click.option(
     "--resume", is_flag=True, help="Go on with a job that was killed: what was tried counts, nothing is repeated."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the search.")
+@click.option("--seed", type=WholeNumber(), default=0, show_default=True, help="Seed of the search.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document; progress goes to stderr.")
 @click.pass_context
 def tune_command(
@@ -127,10 +129,11 @@ class _Progress:
     rejected_by: Counter[str] = field(default_factory=Counter)
     failed_by: Counter[str] = field(default_factory=Counter)
     confirming: int = 0
+    faults: int = 0
 
     def take(self, event: "TuneEvent") -> None:
         """Note an event."""
-        from fa_autotune.tuner import ConfirmStarted, JobStarted, ProblemFinished, ProblemStarted, TrialEnded
+        from fa_autotune.tuner import ConfirmStarted, FaultMet, JobStarted, ProblemFinished, ProblemStarted, TrialEnded
 
         match event:
             case JobStarted():
@@ -150,6 +153,8 @@ class _Progress:
                     self.remaining[self.current] -= 1
                     if status is not TrialStatus.OK:
                         self.failed_by[event.record.constraint or status.value] += 1
+            case FaultMet():
+                self.faults += 1
             case ConfirmStarted():
                 self.current, self.confirming = event.problem, len(event.finalists)
             case ProblemFinished():
@@ -201,7 +206,7 @@ def _shown(progress: _Progress) -> "Iterator[Callable[[TuneEvent], None]]":
     from rich.live import Live
     from rich.text import Text
 
-    from fa_autotune.tuner import JobStarted, ProblemFinished
+    from fa_autotune.tuner import FaultMet, JobStarted, ProblemFinished
 
     console = Console(stderr=True, highlight=False)
     live = Live(Text(""), console=console, transient=True, refresh_per_second=4) if console.is_terminal else None
@@ -212,6 +217,8 @@ def _shown(progress: _Progress) -> "Iterator[Callable[[TuneEvent], None]]":
         progress.take(event)
         if isinstance(event, JobStarted):
             _say(console, _INTERPRETER_BANNER if progress.interpreted else f"Tuning for {progress.device}.")
+        elif isinstance(event, FaultMet):
+            _say(console, f"A fault of the machine, stored for no candidate: {event.fault.error}")
         elif isinstance(event, ProblemFinished):
             _say(console, f"[{len(progress.results)}/{progress.total}] {_outcome(progress, event.result)}")
         if live is not None:
@@ -284,12 +291,15 @@ def _closing(progress: _Progress, database: Path | None) -> str:
     won = sum(bool(result.winners) for result in progress.results)
     text = f"{won} of {progress.total} problems have winners in {database}; {progress.evaluated} candidates were tried."
     if won:
-        text += f" `fa-autotune db winners{'' if database == database_path() else f' --db {database}'}` shows them."
+        where = "" if database == database_path() else f" --db {shlex.quote(str(database))}"
+        text += f" `fa-autotune db winners{where}` shows them."
     if progress.state == "interrupted":
         usable = "The winners are usable now; the" if won else "The"
         text = f"Interrupted. {text} {usable} same command with --resume goes on and repeats nothing."
     elif progress.interpreted and won:
         text += " The pipeline works; with a GPU the same command tunes it."
+    if progress.faults:
+        text += f" {progress.faults} met a fault of the machine: the same command with --resume tries them again."
     return text
 
 
@@ -314,6 +324,7 @@ def _print_document(progress: _Progress, database: Path | None) -> None:
         "database": str(database),
         "problems": progress.total,
         "evaluated": progress.evaluated,
+        "faults": progress.faults,
         "statuses": {status.value: count for status, count in sorted(progress.statuses.items())},
         "results": results,
     }

@@ -514,5 +514,5 @@ def _public_version(version: str) -> str:
 
 def _device_gap(device: DeviceSpec, fingerprint: str) -> float:
     """How many doublings another device's SM count is away; its fingerprint is all that a row says about it."""
-    match = re.search(r"/(\d{1,6})sm/", fingerprint)
+    match = re.search(r"/([0-9]{1,6})sm/", fingerprint)
     return round(abs(math.log2(int(match[1]) / device.num_sms)), 6) if match and int(match[1]) else math.inf

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fa_autotune.dispatch.winners import WinnerRow
 from fa_autotune.errors import FaAutotuneError
-from fa_autotune.kernels.modules import write_whole
+from fa_autotune.files import holds, write_whole
 from fa_autotune.kernels.render import GENERATED_BY, KernelSource, render
 from fa_autotune.space.candidate import Candidate
 from fa_autotune.space.registry import VARIANTS
@@ -59,7 +59,8 @@ def write_shipped(rows: Iterable[WinnerRow], folder: Path) -> list[Path]:
         if path.exists() and not _is_ours(path):
             raise FaAutotuneError(f"{path} is no file of ours and would be written over; move it away")
     for path, text in files.items():
-        if not (path.is_file() and path.read_text() == text):
+        if not holds(path, text.encode()):
+            path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, text)
     for path in sorted(folder.rglob("*.py")):
         if path not in files and _is_ours(path):
@@ -75,7 +76,7 @@ def find_shipped(candidate: Candidate, folder: Path) -> Path | None:
         return None
     digest = render(candidate).digest
     for path in (folder / _path(candidate, digest)).parent.glob(f"*-{digest[:_DIGITS]}.py"):
-        if _is_ours(path) and f"# Kernel {digest}:" in path.read_text():
+        if _is_ours(path) and f"# Kernel {digest}:".encode() in path.read_bytes():
             return path
     return None
 

@@ -4,17 +4,16 @@ Compiling overlaps with measuring; every kernel is compiled and verified once, h
 fails is a record; a worker that hangs or crashes is replaced and the job goes on.
 """
 
-import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import ExitStack
 from dataclasses import MISSING, dataclass, fields, replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from fa_autotune.errors import FaAutotuneError, TemplateError, WorkerDied, WorkerError, WorkerTimeout
+from fa_autotune.errors import FaAutotuneError, MachineError, TemplateError, WorkerDied, WorkerError, WorkerTimeout
 from fa_autotune.evaluation.measure import MeasurePolicy
 from fa_autotune.evaluation.worker_jobs import (
     Built,
@@ -26,15 +25,17 @@ from fa_autotune.evaluation.worker_jobs import (
     toolchain_job,
     verify_job,
 )
+from fa_autotune.files import locked, read_plain, write_whole
 from fa_autotune.kernels.compiler import CompilePool, CompileResult
+from fa_autotune.kernels.faults import is_machines
 from fa_autotune.kernels.gates import CompileRequest
 from fa_autotune.kernels.gpu import gpu_uuid
 from fa_autotune.kernels.modules import candidates_dir, write_module
 from fa_autotune.kernels.render import render
-from fa_autotune.paths import cache_dir, triton_cache_dir
+from fa_autotune.paths import cache_dir, own_cache_folder, triton_cache_dir
 from fa_autotune.problem.device import DeviceSpec, Toolchain
 from fa_autotune.problem.problem import AttentionProblem
-from fa_autotune.records import AccuracyReport, Measurement, TrialRecord, TrialStatus
+from fa_autotune.records import AccuracyReport, MachineFault, Measurement, TrialRecord, TrialStatus
 from fa_autotune.space.candidate import Candidate
 from fa_autotune.space.config import KernelConfig
 from fa_autotune.space.registry import compile_form
@@ -136,8 +137,8 @@ class LocalEvaluator:
         problems: Sequence[AttentionProblem],
         *,
         incumbents_ms: Sequence[float | None] = (),
-    ) -> Iterator[TrialRecord]:
-        """One record for each candidate on each problem, in the order in which compiling finishes."""
+    ) -> Iterator[TrialRecord | MachineFault]:
+        """One record for each candidate on each problem, or a fault, in the order in which compiling finishes."""
         best = dict(zip(problems, incumbents_ms or [None] * len(problems), strict=True))
         waiting: dict[Future[CompileResult], list[Candidate]] = {}
         for candidate in candidates:
@@ -147,13 +148,14 @@ class LocalEvaluator:
             for candidate in [candidate for future in done for candidate in waiting.pop(future)]:
                 for problem in problems:
                     record = self._screen_one(candidate, problem, best[problem])
-                    if record.measurement and record.measurement.median_ms < (best[problem] or float("inf")):
-                        best[problem] = record.measurement.median_ms
+                    measurement = None if isinstance(record, MachineFault) else record.measurement
+                    if measurement and measurement.median_ms < (best[problem] or float("inf")):
+                        best[problem] = measurement.median_ms
                     yield record
 
-    def confirm(self, candidates: Sequence[Candidate], problem: AttentionProblem) -> list[TrialRecord]:
+    def confirm(self, candidates: Sequence[Candidate], problem: AttentionProblem) -> list[TrialRecord | MachineFault]:
         """Check finalists at the problem's size, launch each many times, then time them interleaved and rank them."""
-        failed: list[TrialRecord] = []
+        failed: list[TrialRecord | MachineFault] = []
         finalists: list[Candidate] = []
         reports: dict[Candidate, AccuracyReport] = {}
         self.prefetch(candidates)
@@ -188,22 +190,24 @@ class LocalEvaluator:
     def _start_compiling(self, candidate: Candidate) -> _Kernel:
         try:
             source = render(candidate)
-            path = write_module(source, candidates_dir())
+            module = write_module(source, candidates_dir())
         except TemplateError as error:
             broken: Future[CompileResult] = Future()
             broken.set_result(CompileResult(status=TrialStatus.COMPILE_FAILED, error=str(error)))
             return _Kernel(built=None, digest=None, compiled=broken)
         request = CompileRequest(
-            module_path=path,
+            module=module,
             arch=self._bench.device.arch,
             form=compile_form(candidate.family),
             variant=candidate.variant,
             smem_limit_bytes=self._bench.device.smem_optin_bytes,
         )
-        built = Built(candidate=candidate, module_path=path)
+        built = Built(candidate=candidate, module=module)
         return _Kernel(built=built, digest=source.digest, compiled=self._compilers.submit(request))
 
-    def _screen_one(self, candidate: Candidate, problem: AttentionProblem, incumbent_ms: float | None) -> TrialRecord:
+    def _screen_one(
+        self, candidate: Candidate, problem: AttentionProblem, incumbent_ms: float | None
+    ) -> TrialRecord | MachineFault:
         started = time.monotonic()
         kernel = self._kernel(candidate)
         if (broken := self._compile_failure(candidate, problem)) is not None:
@@ -212,6 +216,8 @@ class LocalEvaluator:
             kernel.accuracy = self._run(verify_job, kernel.built, deadline_s=self._deadlines.verify_s)
         accuracy = kernel.accuracy
         if isinstance(accuracy, Failure):
+            if accuracy.status is None:
+                kernel.accuracy = None  # so that it is verified again
             record = self._record(candidate, problem, failure=accuracy)
         elif not accuracy.passed:
             record = self._record(candidate, problem, failure=_wrong(accuracy))
@@ -219,18 +225,24 @@ class LocalEvaluator:
             timed = self._run(screen_job, kernel.built, problem, incumbent_ms, deadline_s=self._deadlines.measure_s)
             failure, measurement = (timed, None) if isinstance(timed, Failure) else (None, timed)
             record = self._record(candidate, problem, failure=failure, measurement=measurement)
+        if isinstance(record, MachineFault):
+            return record
         return replace(record, duration_s=time.monotonic() - started)
 
-    def _compile_failure(self, candidate: Candidate, problem: AttentionProblem) -> TrialRecord | None:
+    def _compile_failure(self, candidate: Candidate, problem: AttentionProblem) -> TrialRecord | MachineFault | None:
         """Wait for the compiler; the record of a kernel that it or a gate refused, None if there is a kernel."""
         kernel = self._kernel(candidate)
         try:
             compiled = kernel.compiled.result()
-        except OSError as error:  # no kernel's fault: Triton's cache, the assembler
-            raise FaAutotuneError(
-                f"compiling failed for a reason outside of the kernels: {error}; check {triton_cache_dir()} "
-                "(FA_AUTOTUNE_CACHE names another place) and `fa-autotune doctor`"
-            ) from error
+        except (OSError, MachineError) as error:
+            del self._kernels[candidate]  # so that it is compiled again
+            text = (
+                f"compiling failed for a reason outside of the kernels: {error}; check disk, memory and "
+                f"{triton_cache_dir()} (FA_AUTOTUNE_CACHE names another place), and see `fa-autotune doctor`"
+            )
+            if isinstance(error, OSError):  # a full disk, a folder that can't be written: so for all that follow
+                raise MachineError(text) from error
+            return MachineFault(candidate=candidate, problem=problem, error=text)
         if compiled.status is TrialStatus.OK:
             return None
         return TrialRecord(
@@ -252,13 +264,15 @@ class LocalEvaluator:
         failure: Failure | None = None,
         measurement: Measurement | None = None,
         accuracy: AccuracyReport | None = None,
-    ) -> TrialRecord:
+    ) -> TrialRecord | MachineFault:
+        if failure is not None and failure.status is None:
+            return MachineFault(candidate=candidate, problem=problem, error=failure.error)
         kernel = self._kernel(candidate)
         known = kernel.accuracy if isinstance(kernel.accuracy, AccuracyReport) else None
         return TrialRecord(
             candidate=candidate,
             problem=problem,
-            status=failure.status if failure else TrialStatus.OK,
+            status=TrialStatus.OK if failure is None or failure.status is None else failure.status,
             form=compile_form(candidate.family),
             kernel_digest=kernel.digest,
             resources=kernel.compiled.result().resources,
@@ -273,10 +287,10 @@ class LocalEvaluator:
             started = self._worker is not None
             allowed = deadline_s if started else deadline_s + self._deadlines.start_s
             result = self._call(job, self._bench, *arguments, deadline_s=allowed)
-        except (WorkerTimeout, WorkerDied) as error:
+        except (WorkerTimeout, WorkerDied, OSError) as error:
             self._end_worker()  # a fresh one, that may take its time to start
             status = TrialStatus.TIMED_OUT if isinstance(error, WorkerTimeout) else TrialStatus.CRASHED
-            return Failure(status=status, error=str(error))
+            return Failure(status=None if is_machines(error) else status, error=str(error))
         except WorkerError as error:
             return Failure(status=TrialStatus.LAUNCH_FAILED, error=str(error))
         if isinstance(result, Failure) and result.sticky:
@@ -327,34 +341,28 @@ def _wrong(report: AccuracyReport) -> Failure:
 
 
 class _DeviceLock:
-    """A lock file per GPU, held while its timings must not be disturbed."""
+    """A lock file per GPU, held while its timings must not be disturbed, and beside it who holds it."""
 
     def __init__(self, device_index: int) -> None:
-        path = cache_dir() / "locks" / f"gpu-{gpu_uuid(device_index)}.lock"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a+")
-        except OSError as error:
-            raise FaAutotuneError(
-                f"the lock of GPU {device_index} can't be written: {error}; let FA_AUTOTUNE_CACHE name another folder"
-            ) from error
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = _read(path)
-            self._file.close()
-            raise FaAutotuneError(
-                f"GPU {device_index} is being tuned by process {holder or 'unknown'}; wait for it, or name another "
-                "GPU: two jobs on one GPU would falsify each other's timings"
-            ) from None
-        self._file.truncate(0)
-        self._file.write(str(os.getpid()))
-        self._file.flush()
+        name = f"gpu-{gpu_uuid(device_index)}"
+        with ExitStack() as held:
+            try:
+                folder = own_cache_folder(cache_dir() / "locks")
+                held.enter_context(locked(folder / f"{name}.lock", wait_s=0.0))
+                write_whole(folder / f"{name}.process", str(os.getpid()), durable=False)
+            except BlockingIOError:
+                holder = (read_plain(folder / f"{name}.process", at_most=32) or b"unknown").decode(errors="replace")
+                raise FaAutotuneError(
+                    f"GPU {device_index} is being tuned by process {holder}; wait for it, or name another GPU: two "
+                    "jobs on one GPU would falsify each other's timings"
+                ) from None
+            except OSError as error:
+                raise FaAutotuneError(
+                    f"the lock of GPU {device_index} can't be written: {error}; let FA_AUTOTUNE_CACHE name another "
+                    "folder"
+                ) from error
+            self._held = held.pop_all()
 
     def release(self) -> None:
         """Let others have the device."""
-        self._file.close()
-
-
-def _read(path: Path) -> str:
-    return path.read_text().strip()
+        self._held.close()

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial, wraps
-from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -19,8 +18,10 @@ from fa_autotune.evaluation.probes import probes
 from fa_autotune.evaluation.seeded import seeded_workload
 from fa_autotune.evaluation.verify import same_bits, verify, verify_sampled
 from fa_autotune.evaluation.workload import Workload, bottom_right_diagonal
+from fa_autotune.kernels.faults import MAX_ERROR_CHARACTERS, is_machines
 from fa_autotune.kernels.gpu import live_toolchain
 from fa_autotune.kernels.loaded import LoadedKernel
+from fa_autotune.kernels.modules import ModuleFile
 from fa_autotune.problem.device import DeviceSpec, Toolchain
 from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
@@ -47,7 +48,17 @@ _STICKY_ERRORS = (
     "invalid program counter",
     "hardware stack error",
     "launch timed out",
+)
+
+# The GPU's own faults; they lose the context too.
+_GPU_FAULTS = (
     "uncorrectable",
+    "busy or unavailable",
+    "no CUDA-capable device",
+    "GPU is lost",
+    "fallen off the bus",
+    "driver shutting down",
+    "system not yet initialized",
 )
 
 
@@ -70,14 +81,17 @@ class Built:
     """A candidate and its generated module, already compiled for the device."""
 
     candidate: Candidate
-    module_path: Path
+    module: ModuleFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a job gave no result. `sticky`: the worker can't be used any more."""
+    """Why a job gave no result. `sticky`: the worker can't be used any more.
 
-    status: TrialStatus
+    Without a status the machine is to blame, and nothing is known of the kernel.
+    """
+
+    status: TrialStatus | None
     error: str
     sticky: bool = False
 
@@ -109,7 +123,7 @@ def toolchain_job() -> Toolchain:
 def verify_job(bench: TrialSetting, built: Built) -> AccuracyReport | Failure:
     """Check a candidate's kernel on the probes round its blocks."""
     family = built.candidate.family
-    kernel = _loaded(built, bench.device.arch)
+    kernel = _loaded(built, bench.device.arch, bench.device_index)
     block_m, block_n = _blocks(built.candidate)
     many = kernel.is_persistent or family.kernel_pass is Pass.BWD_FUSED  # programs that wait for one another
     probe_list = probes(
@@ -153,7 +167,7 @@ def screen_job(
 def soak_job(bench: TrialSetting, built: Built, problem: AttentionProblem) -> AccuracyReport | Failure:
     """Check a finalist at the problem's own size, then launch it many times: the last result must be the first, bit
     for bit."""
-    kernel = _loaded(built, bench.device.arch)
+    kernel = _loaded(built, bench.device.arch, bench.device_index)
     workload = _workload(problem, str(bench.torch_device))
     report = verify_sampled(kernel, problem, workload.inputs, workload.softmax_scale, workload.features)
     if not report.passed or bench.device_index is None:
@@ -196,8 +210,8 @@ def _soaked(report: AccuracyReport, kernel: LoadedKernel, workload: Workload) ->
 
 
 @lru_cache(maxsize=64)
-def _loaded(built: Built, arch: str) -> LoadedKernel:
-    return LoadedKernel(built.candidate, built.module_path, arch)
+def _loaded(built: Built, arch: str, index: int | None) -> LoadedKernel:
+    return LoadedKernel(built.candidate, built.module, arch, index)
 
 
 @lru_cache(maxsize=1)
@@ -211,7 +225,7 @@ def _timer(regime: Regime, bench: TrialSetting) -> Timer:
 
 
 def _timed_run(built: Built, problem: AttentionProblem, bench: TrialSetting) -> TimedRun:
-    kernel = _loaded(built, bench.device.arch)
+    kernel = _loaded(built, bench.device.arch, bench.device_index)
     workload = _workload(problem, str(bench.torch_device))
     outputs = workload.allocate()
     launch = partial(kernel, *workload.arguments(outputs))
@@ -229,10 +243,12 @@ def _timed_run(built: Built, problem: AttentionProblem, bench: TrialSetting) -> 
 
 def _failure(error: Exception) -> Failure:
     """A typed failure without the traceback: that would keep the tensors of its frames alive."""
-    text = f"{type(error).__name__}: {error}"[:1000]
-    if isinstance(error, torch.OutOfMemoryError):
+    text = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
+    if isinstance(error, torch.OutOfMemoryError) or "CUDA]: out of memory" in text or "CUDA error: out of mem" in text:
         torch.cuda.empty_cache()
         return Failure(status=TrialStatus.OUT_OF_MEMORY, error=text)
+    if (is_gpus := any(phrase in text for phrase in _GPU_FAULTS)) or is_machines(error):
+        return Failure(status=None, error=text, sticky=is_gpus)
     if type(error).__name__ == "OutOfResources":
         return Failure(status=TrialStatus.OVER_RESOURCES, error=text)
     if any(phrase in text for phrase in _STICKY_ERRORS):

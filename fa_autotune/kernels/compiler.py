@@ -14,7 +14,8 @@ from threading import Lock
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
-from fa_autotune.errors import CompileError, WorkerDied, WorkerTimeout
+from fa_autotune.errors import FaAutotuneError, MachineError, WorkerDied, WorkerTimeout
+from fa_autotune.kernels.faults import MAX_ERROR_CHARACTERS, is_machines
 from fa_autotune.kernels.gates import GATES, CompiledText, CompileRequest
 from fa_autotune.kernels.modules import compile_module, load_module
 from fa_autotune.kernels.triton_private import keep_beside, kept_assembler_log, kept_beside, parts_of
@@ -25,7 +26,6 @@ from fa_autotune.worker import WorkerPool
 DEFAULT_DEADLINE_S = 120.0
 
 _JOBS_PER_PROCESS = 200  # Triton keeps what it compiled
-_ERROR_CHARACTERS = 1000  # compilers print pages of intermediate code
 _LOG_NAME = "assembler_log.json"
 
 
@@ -45,13 +45,16 @@ class CompileResult:
 def compile_request(request: CompileRequest) -> CompileResult:
     """Compile a module and put it through the gates: the job of a compile worker. A bad kernel is a result.
 
-    OSError (a cache folder that can't be written, a missing assembler) is raised: it is not the kernel's fault.
+    OSError (a full disk, a cache folder that can't be written, a missing assembler) and MachineError (memory, an
+    assembler that was killed) are raised: they are not the kernel's fault.
     """
     try:
-        text, compile_s = _compiled_text(load_module(request.module_path), request.arch)
+        text, compile_s = _compiled_text(load_module(request.module), request.arch)
     except OSError:
         raise
-    except Exception as error:  # noqa: BLE001 - Triton, MLIR and the assembler raise all sorts
+    except Exception as error:
+        if is_machines(error):
+            raise MachineError(_brief(error)) from error
         return CompileResult(status=TrialStatus.COMPILE_FAILED, error=_brief(error))
     resources = resource_report(text, compile_s)
     for name, gate in GATES:
@@ -75,7 +78,7 @@ def resource_report(text: CompiledText, compile_s: float) -> ResourceReport:
         spill_bytes=spill_bytes,
         smem_bytes=text.smem_bytes,
         compile_s=compile_s,
-        warnings=tuple(line[:_ERROR_CHARACTERS] for line in warnings),
+        warnings=tuple(line[:MAX_ERROR_CHARACTERS] for line in warnings),
     )
 
 
@@ -89,14 +92,23 @@ def _numbers(pattern: str, text: str) -> list[int]:
 def _compiled_text(module: ModuleType, arch: str) -> tuple[CompiledText, float]:
     """Compile; also gives the seconds it took, of the first time where Triton's cache has the kernel."""
     kernel, log, compile_s = _compile(module, arch)
-    if not log and (known := kept_beside(kernel, _LOG_NAME)):
-        log, compile_s = json.loads(known)
+    if not log and (known := _known_log(kept_beside(kernel, _LOG_NAME))):
+        log, compile_s = known
     else:
         if not log and parts_of(kernel).is_nvidia:  # cached by a process that kept no log
             kernel, log, compile_s = _compile(module, arch, anew=True)
         keep_beside(kernel, _LOG_NAME, json.dumps([log, compile_s]))
     reads_elements = "stride_attn_mask_n" in module.SIGNATURE
     return CompiledText(**asdict(parts_of(kernel)), log=log, reads_elements=reads_elements), compile_s
+
+
+def _known_log(text: str | None) -> tuple[str, float] | None:
+    """What was kept beside a kernel, unless it is damaged."""
+    try:
+        log, compile_s = json.loads(text or "null")
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return (log, compile_s) if isinstance(log, str) and type(compile_s) in (int, float) else None
 
 
 def _compile(module: ModuleType, arch: str, *, anew: bool = False) -> tuple[Any, str, float]:
@@ -109,11 +121,11 @@ def _compile(module: ModuleType, arch: str, *, anew: bool = False) -> tuple[Any,
 
 def _brief(error: Exception) -> str:
     """One error as text of bounded length: the end says what is wrong, the start where."""
-    text = str(error) if isinstance(error, CompileError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, FaAutotuneError) else f"{type(error).__name__}: {error}"
     text = text.partition("\nRepro command:")[0].strip()  # a path of this machine, and of a file that is gone
-    if len(text) <= _ERROR_CHARACTERS:
+    if len(text) <= MAX_ERROR_CHARACTERS:
         return text
-    head, tail = _ERROR_CHARACTERS // 4, 3 * _ERROR_CHARACTERS // 4
+    head, tail = MAX_ERROR_CHARACTERS // 4, 3 * MAX_ERROR_CHARACTERS // 4
     return f"{text[:head]} […] {text[-tail:]}"
 
 
@@ -131,7 +143,10 @@ def available_cpus() -> int:
 
 
 class CompilePool:
-    """Compile workers. Equal requests are compiled once; one that hangs or crashes its worker is a result too."""
+    """Compile workers. Equal requests are compiled once; one that hangs or crashes its worker is a result too.
+
+    A future raises OSError or MachineError where the machine is to blame; the next equal request then compiles again.
+    """
 
     def __init__(self, size: int | None = None, *, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
         self._deadline_s = deadline_s
@@ -148,7 +163,7 @@ class CompilePool:
         """Start compiling, or find the same request already under way or done."""
         with self._lock:
             known = self._futures.get(request)
-            if known is None or known.cancelled():
+            if known is None or known.cancelled() or (known.done() and known.exception()):  # the machine's fault
                 known = self._workers.submit(
                     compile_request, request, deadline_s=self._deadline_s, recover=_result_of_failure
                 )
@@ -169,6 +184,8 @@ class CompilePool:
 
 
 def _result_of_failure(error: Exception) -> CompileResult:
+    if is_machines(error) and not isinstance(error, OSError):
+        raise MachineError(_brief(error)) from error
     if isinstance(error, WorkerTimeout):
         return CompileResult(status=TrialStatus.TIMED_OUT, error=_brief(error))
     if isinstance(error, WorkerDied):

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
+from fa_autotune.kernels.modules import ModuleFile
 from fa_autotune.kernels.sass import disassembled, products_of_unset_addresses, spills_beside_products
 from fa_autotune.kernels.triton_private import CompiledParts
 from fa_autotune.records import ResourceReport
@@ -31,7 +31,7 @@ _WORD_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 class CompileRequest:
     """A generated module, the arch to compile it for, and what the gates must know about it."""
 
-    module_path: Path
+    module: ModuleFile
     arch: str
     form: CompileForm
     variant: Variant

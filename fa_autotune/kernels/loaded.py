@@ -5,37 +5,36 @@ TRITON_INTERPRET=1, CPU tensors run through Triton's interpreter instead.
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fa_autotune.errors import CompileError, FaAutotuneError, LaunchError
+from fa_autotune.errors import CompileError, FaAutotuneError, LaunchError, MachineError
+from fa_autotune.kernels.faults import MAX_ERROR_CHARACTERS, is_machines
 from fa_autotune.kernels.gpu import bind_thread, num_sms_of
 from fa_autotune.kernels.interpreter import interpreted
-from fa_autotune.kernels.modules import candidates_dir, compile_module, load_module, write_module
+from fa_autotune.kernels.modules import ModuleFile, candidates_dir, compile_module, load_module, write_module
 from fa_autotune.kernels.render import render
 from fa_autotune.kernels.scratch import SLOT_INTS, prepare_scratch, scratch_of
 from fa_autotune.kernels.triton_private import put_on_current_gpu
-from fa_autotune.paths import interpreting
+from fa_autotune.paths import interpreting, triton_cache_dir
 from fa_autotune.space.candidate import Candidate
 
 MAX_GRID = 2**31 - 1
-MAX_ERROR_CHARACTERS = 1000  # compilers print pages of intermediate code
 
 
 class LoadedKernel:
     """A candidate's kernel, ready to be called on one device."""
 
-    def __init__(self, candidate: Candidate, module_path: Path, arch: str, device_index: int | None = None) -> None:
-        """Import a candidate's generated module and compile its kernel, or find it in Triton's cache. CompileError.
+    def __init__(self, candidate: Candidate, file: ModuleFile, arch: str, device_index: int | None = None) -> None:
+        """Load a candidate's generated module and compile its kernel, or find it in the cache. CompileError.
 
         The binary is put on GPU `device_index` now; without one, on the GPU of the first call, when that comes.
         """
         self.candidate = candidate
-        self.module: ModuleType = load_module(module_path)
+        self.module: ModuleType = load_module(file)
         family = candidate.family
         # What `AttentionFamily` works out each time that it is asked, and each binding asks for.
         self.operands = (*family.kernel_pass.spec.takes, *family.outputs)
@@ -96,17 +95,25 @@ class LoadedKernel:
 
 
 def load_kernel(candidate: Candidate, arch: str, device_index: int | None = None) -> LoadedKernel:
-    """Render a candidate, write its module to the cache folder and load it; TemplateError, CompileError."""
-    path = write_module(render(candidate), candidates_dir())
+    """Render a candidate, write its module to the cache folder and load it.
+
+    TemplateError, CompileError, MachineError.
+    """
+    file = write_module(render(candidate), candidates_dir())
     try:
-        return LoadedKernel(candidate, path, arch, device_index)
+        return LoadedKernel(candidate, file, arch, device_index)
     except FaAutotuneError:
         raise
     except Exception as error:
         text = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
+        if is_machines(error):
+            raise MachineError(
+                f"the {candidate.variant} kernel of {candidate.family.label} could not be compiled here: {text}; check "
+                f"disk and memory, and {triton_cache_dir()} (FA_AUTOTUNE_CACHE names another place)"
+            ) from error
         raise CompileError(
             f"the {candidate.variant} kernel of {candidate.family.label} does not compile or load for {arch}: {text}; "
-            f"it is {path}, and `fa-autotune doctor` says what may be missing"
+            f"it is {file.path}, and `fa-autotune doctor` says what may be missing"
         ) from error
 
 

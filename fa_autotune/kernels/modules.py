@@ -1,22 +1,24 @@
-"""Generated modules on disk: write them, import them, and compile their kernel ahead of time.
+"""Generated modules: written for people and debuggers to read, run from the text that was rendered.
 
-Triton reads a kernel's source through its file, so a rendered module is always written before it is imported.
+What is run is never read back from a disk: Python compiles the text itself, without bytecode files, and where Triton
+asks for a kernel's source again, it gets the same text.
 """
 
-import importlib.util
-import os
+import linecache
 import sys
-import tempfile
 import threading
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fa_autotune.errors import CompileError, FaAutotuneError
+from fa_autotune.errors import CompileError, MachineError
+from fa_autotune.files import holds, write_whole
 from fa_autotune.kernels.gluon_names import give_names
 from fa_autotune.kernels.render import KernelSource
 from fa_autotune.kernels.triton_private import compile_kernel
-from fa_autotune.paths import cache_dir
+from fa_autotune.paths import cache_dir, own_cache_folder
 
 # Options that a module leaves open; a Triton that does not know one passes over it.
 _UNSAID = {"enable_fp_fusion": True}  # as Triton 3.6 to 3.9 do; 3.9 warns that the next one will not
@@ -24,6 +26,16 @@ _OF_FUSED = {"sched4reg": True}  # in the order of instructions that Triton 3.9 
 _FUSED_KERNEL = "attention_bwd_fused"
 
 _import_lock = threading.Lock()
+_loaded: "dict[ModuleFile, ModuleType]" = {}
+_sources: dict[str, tuple[int, None, list[str], str]] = {}  # entries of Python's linecache
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleFile:
+    """A generated module: the text to run, and the file that holds it."""
+
+    path: Path
+    text: str
 
 
 def candidates_dir() -> Path:
@@ -31,62 +43,66 @@ def candidates_dir() -> Path:
     return cache_dir() / "kernels"
 
 
-def write_module(source: KernelSource, folder: Path) -> Path:
-    """Write a generated module unless the same text is there; atomic, so that readers see a whole file.
+def write_module(source: KernelSource, folder: Path) -> ModuleFile:
+    """Write a generated module unless the same bytes are there; whatever else has its name makes way.
 
-    FaAutotuneError if the folder can't be written.
+    MachineError if the folder can't be written, or if another user could write it.
     """
     path = folder / f"{source.name}.py"
+    content = source.text.encode()
     try:
-        if not (path.is_file() and path.read_text() == source.text):
-            write_whole(path, source.text)
+        own_cache_folder(folder)
+        if not holds(path, content):
+            write_whole(path, content, durable=False)
     except OSError as error:
-        raise FaAutotuneError(
-            f"{path} can't be written ({error.strerror}), and Triton compiles from files only; make {folder} "
-            "writable, or set FA_AUTOTUNE_CACHE to a folder that is"
+        raise MachineError(
+            f"{path} can't be written ({error.strerror or error}), and generated kernels are kept there; make {folder} "
+            "writable and see that its disk has space, or set FA_AUTOTUNE_CACHE to another folder"
         ) from error
-    return path
+    return ModuleFile(path, source.text)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file in a folder that is made if need be; readers see the old text or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def load_module(path: Path) -> ModuleType:
-    """Import a generated module once per process; CompileError if it does not import."""
-    name = f"fa_autotune_generated.{path.stem}"
+def load_module(file: ModuleFile) -> ModuleType:
+    """Run a generated module's text, once per process; CompileError if that fails."""
+    name = f"fa_autotune_generated.{file.path.stem}"
     with _import_lock:
-        if (known := sys.modules.get(name)) is not None and known.__file__ == str(path):
+        if (known := _loaded.get(file)) is not None:
             return known
-        spec = importlib.util.spec_from_file_location(name, path)
-        if spec is None or spec.loader is None:
-            raise CompileError(f"{path} is not a Python module; render it again")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
+        module = ModuleType(name)
+        module.__file__ = str(file.path)
+        _sources[str(file.path)] = len(file.text), None, list(StringIO(file.text)), str(file.path)
+        keep_source(module)
+        sys.modules[name] = module  # where a function's module is looked up
         try:
-            spec.loader.exec_module(module)
+            exec(compile(file.text, str(file.path), "exec", dont_inherit=True), module.__dict__)
+        except (MemoryError, OSError):  # no fault of the module
+            raise
         except Exception as error:
-            del sys.modules[name]
-            raise CompileError(f"generated module {path} does not import: {type(error).__name__}: {error}") from error
+            raise CompileError(
+                f"generated module {file.path} does not import: {type(error).__name__}: {error}"
+            ) from error
         give_names(module)
+        _loaded[file] = module
         return module
+
+
+def keep_source(module: ModuleType) -> None:
+    """Have Python find the text that a generated module was made from, whatever its file holds by now.
+
+    Triton asks for it when a kernel is made, and its interpreter at the first launch. Without a time of change an entry
+    is never compared with the file.
+    """
+    if entry := _sources.get(str(getattr(module, "__file__", None))):
+        linecache.cache[str(module.__file__)] = entry
 
 
 def compile_module(module: ModuleType, arch: str) -> Any:
     """Compile a generated module's kernel for an arch, without a GPU; gives Triton's CompiledKernel.
 
     The compile form is the module's own SIGNATURE and ALIGNMENT, so that lengths are never specialised; the same call
-    in another process finds the result in Triton's cache. Raises what Triton raises.
+    in another process finds the result in the cache. Raises what Triton raises.
     """
+    keep_source(module)
     options = {**_UNSAID, **(_OF_FUSED if module.KERNEL.__name__ == _FUSED_KERNEL else {}), **module.OPTIONS}
     return compile_kernel(
         module.KERNEL, signature=module.SIGNATURE, alignment=module.ALIGNMENT, options=options, arch=arch

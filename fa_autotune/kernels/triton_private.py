@@ -5,6 +5,7 @@ Releases differ, so each part is recognised where it is used, not looked up by v
 * launching: below Triton's public `compiled[grid](...)` lie a launcher in Python, a wrapper that encodes descriptors,
   and a C function. `fast_path` gives what to call and what to fill in, or None: launches then go the public way.
 * compiling for a GPU that need not be there: CompileError says what this Triton lacks.
+* where compiled kernels are kept, and whether they are read unchecked: as Triton does it.
 * what is kept beside a compiled kernel: nothing is kept, and the kernel is compiled again when it is asked for.
 * the disassembler: None, and the gates that read machine code see none.
 * the interpreter's bfloat16: a warning that it may be rounded wrongly.
@@ -15,6 +16,7 @@ import importlib
 import inspect
 import io
 import operator
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
@@ -26,12 +28,14 @@ from types import FunctionType
 from typing import Any
 
 from fa_autotune.errors import CompileError
+from fa_autotune.kernels.compiled_files import CompiledFiles
 from fa_autotune.problem.device import INTERPRETER_ARCH
 
 Encode = Callable[[Any, Any], list[Any]]
 
 _STREAM = object()  # where a launch's stream goes
 _PROGRAMS = int("1000003")  # an object of its own, by which the place of their number is found
+_files_lock = threading.RLock()
 
 # --- launching --------------------------------------------------------------------------------------------------------
 
@@ -76,7 +80,7 @@ def fast_path(compiled: Any, arguments: Sequence[Any], index: int) -> FastPath |
     import torch  # noqa: PLC0415 - compile workers start without it
 
     hooks = _launch_hooks()
-    with torch.cuda.device(index):
+    with torch.cuda.device(index), checked_files():
         run = getattr(compiled, "run", None)  # loads the kernel on the current device
     if run is None or hooks is None:
         return None
@@ -114,7 +118,8 @@ def is_descriptor(value: Any) -> bool:
 
 def launch_form(compiled: Any, *, has_descriptors: bool) -> LaunchForm:
     """How a compiled kernel is launched by `fast_path`; it is put on the current GPU."""
-    run = getattr(compiled, "run", None)
+    with checked_files():
+        run = getattr(compiled, "run", None)
     if has_descriptors:
         run = opened[0] if (opened := _opened(run)) else None
     tapped = None if run is None or _launch_hooks() is None else _tapped(run, compiled, [object()])
@@ -123,7 +128,8 @@ def launch_form(compiled: Any, *, has_descriptors: bool) -> LaunchForm:
 
 def put_on_current_gpu(compiled: Any) -> None:
     """Have Triton build a compiled kernel's launcher and load its binary now; else it does so at the first launch."""
-    _ = getattr(compiled, "run", None)
+    with checked_files():
+        _ = getattr(compiled, "run", None)
 
 
 def is_hooked(hooks: Any) -> bool:
@@ -381,7 +387,28 @@ def compile_kernel(
         source_type = _needed("triton.compiler", "ASTSource")
     divisibility = {(names.index(name),): [["tt.divisibility", divisor]] for name, divisor in alignment.items()}
     source = source_type(fn=kernel, signature=dict(signature), constexprs={}, attrs=divisibility)
-    return triton.compile(source, target=_target(arch), options=dict(options))
+    with checked_files():
+        return triton.compile(source, target=_target(arch), options=dict(options))
+
+
+@contextmanager
+def checked_files() -> Iterator[None]:
+    """Have Triton keep what it compiles meanwhile in our cache folder, and read only what is as it was written.
+
+    Not where a user chose another way to keep kernels, or has Triton dump or override them.
+    """
+    try:
+        knobs = _needed("triton", "knobs")
+        is_ours = knobs.cache.manager_class is None and not (knobs.compilation.override or knobs.compilation.dump_ir)
+        scope = knobs.cache.scope
+    except (AttributeError, CompileError):
+        is_ours = False
+    if not is_ours:
+        yield
+        return
+    with _files_lock, scope():
+        knobs.cache.manager_class = CompiledFiles
+        yield
 
 
 def _target(arch: str) -> Any:
@@ -437,10 +464,13 @@ def kept_assembler_log(*, anew: bool = False) -> Iterator[io.StringIO]:
 
 
 def kept_beside(compiled: Any, name: str) -> str | None:
-    """The text that `keep_beside` left under a name, in this process or another."""
+    """The text that `keep_beside` left under a name, in this process or another; None if it is damaged."""
     folder = _cache_of(compiled)
     known = None if folder is None else folder.get_file(name)
-    return None if known is None else Path(known).read_text()
+    try:
+        return None if known is None else Path(known).read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def keep_beside(compiled: Any, name: str, text: str) -> None:
@@ -452,7 +482,8 @@ def keep_beside(compiled: Any, name: str, text: str) -> None:
 def _cache_of(compiled: Any) -> Any:
     """Triton's cache folder of a kernel; None where there is no way to it."""
     try:
-        return _needed("triton.runtime.cache", "get_cache_manager")(compiled.hash)
+        with checked_files():
+            return _needed("triton.runtime.cache", "get_cache_manager")(compiled.hash)
     except (AttributeError, CompileError):
         return None
 
@@ -484,6 +515,17 @@ def _differs(what: str) -> CompileError:
 
 
 # --- interpreting -----------------------------------------------------------------------------------------------------
+
+
+def interpreter_failure(error: Exception) -> str | None:
+    """What Triton's interpreter fell over, with its release; None for an error of anything else."""
+    import triton  # noqa: PLC0415
+    from triton.runtime import errors  # noqa: PLC0415
+
+    kind = getattr(errors, "InterpreterError", None)
+    if kind is None or not isinstance(error, kind):
+        return None
+    return f"the interpreter of Triton {triton.__version__} fails with {error.__cause__ or error}"
 
 
 @cache

@@ -6,6 +6,7 @@ Nothing here knows torch, Triton or a GPU. `docs/tuning.md` describes the strate
 from fa_autotune.tuner.events import (
     ConfirmedWinner,
     ConfirmStarted,
+    FaultMet,
     JobFinished,
     JobStarted,
     ProblemFinished,
@@ -21,6 +22,7 @@ from fa_autotune.tuner.job import tune
 __all__ = [
     "ConfirmStarted",
     "ConfirmedWinner",
+    "FaultMet",
     "JobFinished",
     "JobStarted",
     "ProblemFinished",

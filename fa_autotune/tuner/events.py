@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fa_autotune.errors import FaAutotuneError
 from fa_autotune.problem.device import DeviceSpec, Toolchain
 from fa_autotune.problem.problem import AttentionProblem
-from fa_autotune.records import TrialRecord, TrialStatus
+from fa_autotune.records import MachineFault, TrialRecord, TrialStatus
 from fa_autotune.space.candidate import Candidate
 
 
@@ -105,6 +105,13 @@ class TrialEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FaultMet:
+    """The machine failed while a candidate was tried: it is passed over, not saved, and tried by a later job."""
+
+    fault: MachineFault
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConfirmStarted:
     """Finalists are about to be measured interleaved."""
 
@@ -126,4 +133,4 @@ class JobFinished:
     summary: TuneSummary
 
 
-TuneEvent = JobStarted | ProblemStarted | TrialEnded | ConfirmStarted | ProblemFinished | JobFinished
+TuneEvent = JobStarted | ProblemStarted | TrialEnded | FaultMet | ConfirmStarted | ProblemFinished | JobFinished

@@ -6,18 +6,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from fa_autotune.database import SessionKind, SessionState, StoredTrial, TuningDatabase
-from fa_autotune.database.entries import JSON
-from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
+from fa_autotune.database.entries import JSON, utc_now
+from fa_autotune.errors import FaAutotuneError, InvalidProblemError, MachineError, UnsupportedError
 from fa_autotune.kernels.render import rendered_digest
 from fa_autotune.problem.device import DeviceSpec, Toolchain, parse_triton_version
 from fa_autotune.problem.distance import shape_distance
 from fa_autotune.problem.family import AttentionFamily
 from fa_autotune.problem.problem import AttentionProblem
-from fa_autotune.records import Evaluator, TrialRecord, TrialStatus
+from fa_autotune.records import Evaluator, MachineFault, TrialRecord, TrialStatus
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.config import KernelConfig
 from fa_autotune.space.registry import VARIANTS, VariantSpec, compile_form, supported_variants
@@ -25,6 +25,7 @@ from fa_autotune.space.seeds import default_config, seed_configs
 from fa_autotune.tuner.events import (
     ConfirmedWinner,
     ConfirmStarted,
+    FaultMet,
     JobFinished,
     JobStarted,
     ProblemFinished,
@@ -42,6 +43,7 @@ BATCH_SIZE = 8  # candidates; smaller ones learn more from each other, larger on
 MAX_BATCHES_AHEAD = 3
 MAX_NEIGHBOR_WINNERS = 4
 MAX_FATAL_IN_A_ROW = 20
+MAX_FAULTS_IN_A_ROW = 3  # of the machine, with nothing between that ended
 _FATAL = (TrialStatus.CRASHED, TrialStatus.LAUNCH_FAILED, TrialStatus.COMPILE_FAILED, TrialStatus.TIMED_OUT)
 
 
@@ -64,9 +66,10 @@ def tune(
     """Search winners for problems on a device; every record is in the database before the next is asked for.
 
     Trials already known (same device, Triton and kernel text) inform the search and are never measured again; with
-    `resume` they also count against the budget, and problems that are done are skipped. `variants` restricts the
-    search. On KeyboardInterrupt the session is marked interrupted and what was measured stays. `digest` and `clock`
-    are for tests.
+    `resume` they also count against the budget, and problems that are done are skipped; so do the trials that other
+    jobs end while this one runs. A problem that another live job has claimed is left to it, and looked at again at the
+    end. `variants` restricts the search. On KeyboardInterrupt the session is marked interrupted and what was measured
+    stays. `digest` and `clock` are for tests.
     """
     distinct = list(dict.fromkeys(problems))
     if not distinct:
@@ -133,7 +136,9 @@ class _Job:
     session_id: int = 0
     finished: int = 0
     fatal_in_a_row: int = 0
+    faults_in_a_row: int = 0
     any_ok: bool = False
+    began_at: datetime = field(default_factory=utc_now)  # what others tried since then counts as tried here
 
     def run(self, problems: Sequence[AttentionProblem], variants: Collection[Variant] | None) -> TuneSummary:
         """Search family by family; the problems of one are interleaved."""
@@ -143,12 +148,14 @@ class _Job:
         for problem in problems:
             families.setdefault(problem.family, []).append(problem)
         results: dict[AttentionProblem, ProblemResult] = {}
-        for family, members in families.items():
-            specs = self.specs(family, variants)
-            now, left = self.clock(), len(problems) - len(results)
-            search_until = now + SEARCH_TIME_SHARE * (deadline - now) * len(members) / left
-            for result in self._run_family(members, specs, search_until):
-                results[result.problem] = result
+        for is_last in (False, True):  # what another job has claimed comes again at the end: it may have died
+            for family, members in families.items():
+                waiting = [problem for problem in members if problem not in results]
+                specs = self.specs(family, variants)
+                now, left = self.clock(), len(problems) - len(results)
+                search_until = now + SEARCH_TIME_SHARE * (deadline - now) * len(waiting) / max(1, left)
+                for result in self._run_family(waiting, specs, search_until, is_last=is_last):
+                    results[result.problem] = result
         return TuneSummary(
             session_id=self.session_id,
             device=self.device,
@@ -162,10 +169,17 @@ class _Job:
         return [spec for spec in specs if variants is None or spec.variant in variants]
 
     def _run_family(
-        self, problems: Sequence[AttentionProblem], specs: Sequence[VariantSpec], search_until: float
+        self, problems: Sequence[AttentionProblem], specs: Sequence[VariantSpec], search_until: float, *, is_last: bool
     ) -> Iterator[ProblemResult]:
+        """Search the problems that no other job has claimed; the others have a result only if it `is_last`."""
         searches: list[ProblemSearch] = []
         for problem in problems:
+            holder = self.database.claim(self.session_id, problem) if specs else None
+            if holder is not None:
+                if is_last:
+                    note = f"another job (session {holder}) is tuning it"
+                    yield self._finish(ProblemResult(problem=problem, note=note))
+                continue
             search, done = self._open(problem, specs)
             if not specs or done:
                 note = "already tuned" if done else "no variant serves it on this device"
@@ -186,6 +200,7 @@ class _Job:
             yield self._finish(self._confirm(search))
 
     def _finish(self, result: ProblemResult) -> ProblemResult:
+        self.database.release(self.session_id, result.problem)
         self.finished += 1
         self.on_event(ProblemFinished(result=result))
         return result
@@ -209,11 +224,11 @@ class _Job:
             if variant is None or variant.rejection(record.candidate.config) is not None:
                 continue
             variant.learn(record.candidate.config, _time_ms(record), record.status.value)
-            variant.spent += self.resume
+            variant.spent += self.resume or stored.ended_at >= self.began_at
             search.known += 1
             if record.status is TrialStatus.OK:
                 self.any_ok, last_ok = True, stored.ended_at
-        done = self._confirmed_before(search, last_ok) if self.resume and not search.remaining else ()
+        done = () if search.remaining else self._confirmed_before(search, last_ok)
         for variant in variants:
             variant.warm_start(self._warm_configs(problem, variant.spec))
         return search, done
@@ -305,10 +320,25 @@ class _Job:
         search, variant = batch.search, batch.variant
         records = self.evaluator.screen(batch.candidates, [search.problem], incumbents_ms=[variant.best_ms])
         for record in records:
+            if isinstance(record, MachineFault):
+                variant.pass_over(record.candidate.config)
+                self._meet(record)
+                continue
             search.measured += 1
+            self.faults_in_a_row = 0
             variant.learn(record.candidate.config, _time_ms(record), record.status.value)
             self._keep(search, record)
             self._stop_if_hopeless(record)
+
+    def _meet(self, fault: MachineFault) -> None:
+        """Tell of a fault of the machine, which is no trial; where it stays, every candidate would meet it."""
+        self.on_event(FaultMet(fault=fault))
+        self.faults_in_a_row += 1
+        if self.faults_in_a_row >= MAX_FAULTS_IN_A_ROW:
+            raise MachineError(
+                f"{self.faults_in_a_row} candidates in a row met a fault of the machine, which is stored for none of "
+                f"them; the last was: {fault.error}; mend that, then the same command with --resume goes on"
+            )
 
     def _save_rejections(self, search: ProblemSearch, variant: VariantSearch) -> None:
         while variant.unsaved:
@@ -353,6 +383,7 @@ class _Job:
         winners: dict[Variant, ConfirmedWinner] = {}
         missing = {name for name, variant in search.variants.items() if variant.measured}
         tried: set[Candidate] = set()
+        again: set[Candidate] = set()  # after a fault of the machine, once
         arguments: dict[str, JSON] = {"problem": search.problem.key, "finalists": self.budget.finalists}
         with _session(self, SessionKind.CONFIRM, arguments, parent_id=self.session_id) as session_id:
             while missing and (finalists := search.finalists(self.budget.finalists, missing, tried)):
@@ -360,6 +391,11 @@ class _Job:
                 tried.update(finalists)
                 # The winner last: then a confirm that is cut short has none, and resuming repeats it.
                 for record in reversed(self.evaluator.confirm(finalists, search.problem)):
+                    if isinstance(record, MachineFault):
+                        self.on_event(FaultMet(fault=record))
+                        tried -= {record.candidate} - again
+                        again.add(record.candidate)
+                        continue
                     self.database.save_trial(session_id, record)
                     if record.measurement is not None and record.measurement.rank == 1:
                         winners[record.candidate.variant] = ConfirmedWinner(
@@ -376,7 +412,7 @@ class _Job:
             spec = search.variants[first.variant].spec
             screened_ms = times_ms.get(first.config)
             default_ms = times_ms.get(default_config(spec, search.problem.family, self.device.arch))
-        elif not search.measured:
+        elif not search.measured and search.remaining:
             note = "no time was left for it"
         else:
             note = "no candidate ran and gave the right result"

@@ -53,6 +53,7 @@ class VariantSearch:
         self._random = rng
         self._warm: deque[KernelConfig] = deque()
         self._in_flight: dict[KernelConfig, list[optuna.Trial]] = {}
+        self._passed_over: set[KernelConfig] = set()
         self._knobs = search_domain(spec, problem.family, device)
         self._distributions = {knob.name: _distribution(knob) for knob in self._knobs}
         self._study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=rng.getrandbits(32)))
@@ -112,6 +113,12 @@ class VariantSearch:
             )
             self._study.add_trial(frozen)
 
+    def pass_over(self, config: KernelConfig) -> None:
+        """Learn nothing of a config that was proposed, and don't propose it again."""
+        self._passed_over.add(config)
+        for trial in self._in_flight.pop(config, []):
+            self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
+
     def rejection(self, config: KernelConfig) -> Rejected | None:
         """Why a config can't be tried on this problem and device, or None."""
         return self.spec.rejection(config, family=self.problem.family, shape=self.problem.shape, device=self._device)
@@ -130,6 +137,10 @@ class VariantSearch:
         if config in self.times_ms:
             if trial is not None:
                 self._tell(trial, self.times_ms[config], "known_failure")
+            return False
+        if config in self._passed_over:
+            if trial is not None:
+                self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
             return False
         if config in self._in_flight:
             if trial is not None:

@@ -193,6 +193,30 @@ def test_export_as_text_to_a_file_counts_them(path: Path, tmp_path: Path) -> Non
     assert len(json.loads((tmp_path / "pack.json").read_text())["trials"]) == 5
 
 
+def test_text_replaces_older_text(path: Path, tmp_path: Path) -> None:
+    for words in (["--all"], [], ["--all"]):
+        printed("export", tmp_path / "text.json", "--text", *words, "--db", path)
+    assert len(json.loads((tmp_path / "text.json").read_text())["trials"]) == 5
+
+
+@pytest.mark.parametrize(
+    "target", ["tuning.db", "link.db", "folder/../tuning.db", "pack.db", "notes.json", "tuning.db-wal"]
+)
+def test_text_never_replaces_anything_else(
+    target: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_pack(tmp_path, "pack.db")
+    (tmp_path / "link.db").symlink_to(path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "notes.json").write_text('{"mine": 1}')
+    monkeypatch.setenv("FA_AUTOTUNE_DB", str(path))
+    before = {one: one.read_bytes() for one in tmp_path.iterdir() if one.is_file()}
+    for words in ([], ["--db", path], ["--all"]):
+        done = run("export", "--text", tmp_path / target, *words)
+        assert (done.exit_code, "name a" in done.output) == (2, True), done.output
+    assert {one: one.read_bytes() for one in before} == before
+
+
 def test_export_without_a_target_asks_for_one(path: Path) -> None:
     assert "name the pack to write" in run("export", "--db", path).output
 

@@ -1,10 +1,12 @@
 """The command that says what would go wrong."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from fa_autotune.cli.doctor import Machine, Verdict, examine, show
 from fa_autotune.dispatch.winners import Snapshot
 from fa_autotune.problem.device import KNOWN_DEVICES
 from kit.command import run
+from kit.rights import outcome_in
 from kit.winners import winner
 
 SHORT = "4x32x8x4096x4096x128,causal"
@@ -50,6 +53,14 @@ def test_winners_of_a_sibling_leave_a_gpu_untuned(machine: Machine) -> None:
         replace(machine, snapshot=Snapshot(rows=(winner(device=KNOWN_DEVICES["h100"], path=machine.database),)))
     )
     assert (report.verdict, report.gpus[0].sibling_winners) == (Verdict.UNTUNED, 1)
+
+
+def test_a_cache_folder_that_others_may_write_is_told(machine: Machine) -> None:
+    machine.cache_dir.mkdir()
+    machine.cache_dir.chmod(0o777)
+    report = examine(machine)
+    assert report.verdict is Verdict.BROKEN
+    assert any("mode 0777" in one.text and "FA_AUTOTUNE_CACHE" in one.next_step for one in report.findings)
 
 
 def test_an_untuned_gpu_is_told_to_tune(machine: Machine) -> None:
@@ -116,3 +127,42 @@ def test_doctor_works_without_torch_and_fails() -> None:
     report = json.loads(done.stdout)
     assert (done.returncode, report["verdict"]) == (1, "broken")
     assert report["findings"][0]["next_step"] == "pip install torch"
+
+
+def broken(*arguments: object) -> Any:
+    raise PermissionError(13, "Permission denied")
+
+
+PROBES = [
+    "fa_autotune.paths.database_path",
+    "fa_autotune.paths.cache_dir",
+    "fa_autotune.paths.pack_paths",
+    "fa_autotune.paths.c_compiler",
+    "fa_autotune.cli.doctor.load_snapshot",
+    "fa_autotune.cli.doctor.version",
+    "fa_autotune.cli.doctor._ask_torch",
+]
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_a_probe_that_fails_is_told_and_hides_no_other(probe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, broken)
+    found = run("doctor", "--json")
+    assert (found.exit_code, found.stderr) == (0, "")
+    report = json.loads(found.stdout)
+    failures = [finding["text"] for finding in report["findings"] if "can't be told: " in finding["text"]]
+    assert [text.endswith("Permission denied") for text in failures] == [True]
+    assert all(report[name] is not None for name in ("verdict", "versions", "databases", "gpus"))
+
+
+def test_a_database_in_a_folder_that_may_not_be_entered_is_a_finding(public_folder: Path) -> None:
+    (public_folder / "closed").mkdir(mode=0o700)
+
+    def doctor(folder: Path) -> str:
+        os.environ["FA_AUTOTUNE_DB"] = str(folder / "closed" / "tuning.db")
+        found = run("doctor", "--json")
+        return json.dumps([found.exit_code, json.loads(found.stdout)["findings"]])
+
+    code, findings = json.loads(outcome_in(public_folder, doctor))
+    assert code in (0, 1)  # 1 where this user may not read torch
+    assert any("tuning.db" in finding["text"] and "Permission denied" in finding["text"] for finding in findings)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fa_autotune.database import TuningDatabase
 from fa_autotune.dispatch.winners import Snapshot, Source
 from fa_autotune.kernels.render import render
 from fa_autotune.problem.passes import Pass
@@ -39,6 +40,34 @@ def test_render_writes_a_file(tmp_path: Path) -> None:
     done = run("render", "--problem", SHORT, "--variant", "tma", "--output", str(path))
     assert (done.exit_code, done.stdout) == (0, "")
     assert path.read_text() == run("render", "--problem", SHORT, "--variant", "tma").stdout
+
+
+def test_render_writes_over_its_own_files_only(tmp_path: Path) -> None:
+    path = tmp_path / "kernel.py"
+    for words in (["--json"], ["--variant", "tma"], ["--json"]):
+        path.unlink(missing_ok=True)
+        for _ in range(2):
+            assert run("render", "--problem", SHORT, *words, "--output", path).exit_code == 0
+    before = path.read_bytes()
+    done = run("render", "--problem", SHORT, "--output", path)  # JSON is no kernel
+    assert (done.exit_code, "not a kernel that fa-autotune wrote" in done.stderr) == (2, True)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("exists", [True, False])
+@pytest.mark.parametrize("name", ["t.db", "link.py", "t.db-wal"])
+def test_render_never_writes_over_a_database(
+    name: str, exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = tmp_path / "t.db"
+    monkeypatch.setenv("FA_AUTOTUNE_DB", str(database))
+    if exists:
+        TuningDatabase(database).close()
+    (tmp_path / "link.py").symlink_to(database)
+    before = database.read_bytes() if exists else None
+    done = run("render", "--problem", SHORT, "--output", tmp_path / name)
+    assert (done.exit_code, "name another file" in done.stderr) == (2, True)
+    assert (database.read_bytes() if database.exists() else None) == before
 
 
 def test_render_speaks_json() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 from click.testing import CliRunner
@@ -11,20 +12,32 @@ from fa_autotune.cli.tune import _Progress
 from fa_autotune.problem.device import INTERPRETER, KNOWN_DEVICES, Toolchain
 from fa_autotune.problem.passes import BACKWARD_PASSES
 from fa_autotune.problem.problem import AttentionProblem
-from fa_autotune.records import TrialStatus
+from fa_autotune.records import MachineFault, TrialStatus
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import variant_spec
 from fa_autotune.space.seeds import default_config
 from fa_autotune.tuner import JobStarted, ProblemStarted, TrialEnded, TuneBudget
-from kit.replay import failure, replayed_job, success
+from kit.replay import OpenReplay, failure, replayed_job, success
 
 H200 = KNOWN_DEVICES["h200"]
+SHORT = "4x32x8x4096x4096x128,causal"
 PREFILL = AttentionProblem.parse("4x32x8x4096x4096x128,causal")
 
 
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "tuning.db"
+
+
+class OftenSick(OpenReplay):
+    """An evaluator to which every second candidate is a fault of the machine."""
+
+    def screen(self, *args, **options):
+        for record in super().screen(*args, **options):
+            if len(self.screened) % 2:
+                yield MachineFault(candidate=record.candidate, problem=record.problem, error="the disk is full")
+            else:
+                yield record
 
 
 def command(*arguments, **options):
@@ -73,6 +86,34 @@ def test_an_interrupted_command_resumes_with_resume(path):
     command(*arguments, interrupt_after=5)
     document = json.loads(command(*arguments, "--resume", "--json").stdout)
     assert document["evaluated"] == 7
+
+
+@pytest.mark.parametrize("happen", ["deleted", "moved", "replaced"])
+@pytest.mark.parametrize("after", [0, 3, 6])
+def test_a_database_that_is_gone_meanwhile_is_a_failure(happen, after, path):
+    def landscape(candidate, problem):
+        trials.append(candidate)
+        if len(trials) == after + 1:
+            if happen == "replaced":
+                shutil.copy(path, path.with_name("copy"))
+                path.with_name("copy").rename(path)
+            else:
+                path.unlink() if happen == "deleted" else path.rename(path.with_name("elsewhere"))
+        return 1.0
+
+    trials = []
+    result = command("--problem", SHORT, "--trials", 6, "--db", path, landscape=landscape)
+    assert (result.exit_code, "winners" in result.stdout) == (2, False)
+    assert re.search("tuning.db was (deleted or moved away|replaced by another file)", result.stderr)
+
+
+def test_a_machine_that_fails_is_told_and_candidates_are_counted_as_to_be_tried_again(path):
+    result = command("--problem", SHORT, "--trials", 6, "--db", path, "--json", evaluator_type=OftenSick)
+    assert json.loads(result.stdout)["faults"] == 3
+    assert result.stderr.count("A fault of the machine, stored for no candidate: the disk is full") == 3
+    said = command("--problem", SHORT, "--trials", 6, "--db", path, "--resume")
+    assert "3 candidates were tried" in said.stdout
+    assert "of the machine" not in said.output
 
 
 def test_without_a_gpu_the_command_says_plainly_what_it_is(path):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from fa_autotune.errors import FaAutotuneError, TemplateError
+from fa_autotune.errors import FaAutotuneError, MachineError, TemplateError, WorkerDied
 from fa_autotune.evaluation.evaluator import Deadlines, LocalEvaluator, rank_finalists
 from fa_autotune.kernels.compiler import CompileResult
 from fa_autotune.problem.device import INTERPRETER, known_device
 from fa_autotune.problem.family import AttentionFamily, DType
 from fa_autotune.problem.problem import AttentionProblem
-from fa_autotune.records import Measurement, Regime, Role, TrialRecord, TrialStatus
+from fa_autotune.records import MachineFault, Measurement, Regime, Role, TrialRecord, TrialStatus
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.config import KernelConfig, PortableFwdConfig, TmaFwdConfig
 from kit.combinations import rest
@@ -91,6 +91,7 @@ def sabotages(monkeypatch: pytest.MonkeyPatch) -> Sabotages:
 
 def screened(evaluator: LocalEvaluator, candidate: Candidate, problem: AttentionProblem = PROBLEM) -> TrialRecord:
     (record,) = evaluator.screen([candidate], [problem])
+    assert isinstance(record, TrialRecord), record
     return record
 
 
@@ -487,6 +488,71 @@ def test_a_compiler_that_fails_for_a_reason_of_the_machine_ends_the_job_with_our
     monkeypatch.setattr(evaluator._compilers, "submit", lambda request: broken)
     with pytest.raises(FaAutotuneError, match=r"outside of the kernels.*No space left.*FA_AUTOTUNE_CACHE"):
         screened(evaluator, next(fresh))
+
+
+def ended(result: CompileResult | Exception) -> Future[CompileResult]:
+    future: Future[CompileResult] = Future()
+    if isinstance(result, CompileResult):
+        future.set_result(result)
+    else:
+        future.set_exception(result)
+    return future
+
+
+@kernel
+def test_a_compiler_that_is_killed_is_a_fault_and_the_kernel_is_compiled_when_it_is_tried_again(
+    evaluator: LocalEvaluator, fresh: Iterator[Candidate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    candidate = next(fresh)
+    failed = CompileResult(status=TrialStatus.COMPILE_FAILED, error="planted")
+    futures = [ended(MachineError("was killed by SIGKILL")), ended(failed)]
+    monkeypatch.setattr(evaluator._compilers, "submit", lambda request: futures.pop(0))
+    (fault,) = evaluator.screen([candidate], [PROBLEM])
+    assert isinstance(fault, MachineFault)
+    assert "SIGKILL" in fault.error
+    assert screened(evaluator, candidate).error == "planted"
+
+
+@kernel
+def test_a_measuring_worker_that_is_killed_or_can_not_be_started_is_a_fault(
+    evaluator: LocalEvaluator, fresh: Iterator[Candidate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    candidate, killed = next(fresh), WorkerDied("was killed by SIGKILL")
+    killed.signal = 9
+    for error in (killed, OSError(12, "Cannot allocate memory")):
+
+        def failing(*_: object, error: Exception = error, **__: object) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(evaluator._compilers, "submit", lambda request: ended(CompileResult(status=TrialStatus.OK)))
+            patch.setattr(evaluator, "_call", failing)
+            patch.setattr(evaluator, "_end_worker", lambda: None)
+            assert [type(one) for one in evaluator.screen([candidate], [PROBLEM])] == [MachineFault]
+            assert [type(one) for one in evaluator.confirm([candidate], PROBLEM)] == [MachineFault]
+
+
+@kernel
+@pytest.mark.rest
+@pytest.mark.parametrize("statement", ["raise OSError(28, 'No space left on device')", "os.kill(os.getpid(), 9)"])
+def test_a_fault_of_the_machine_while_a_kernel_runs_is_no_status_of_the_kernel(
+    statement: str,
+    evaluator: LocalEvaluator,
+    fresh: Iterator[Candidate],
+    good: Candidate,
+    sabotages: Sabotages,
+    tmp_path: Path,
+) -> None:
+    """… and where the machine is well again, the kernel is."""
+    candidate, sick = next(fresh), tmp_path / "sick"
+    sick.touch()
+    sabotages[candidate] = before_each_launch("import os", f"if os.path.exists({str(sick)!r}): {statement}")
+    (fault,) = evaluator.screen([candidate], [PROBLEM])
+    assert isinstance(fault, MachineFault)
+    good_record, fault = evaluator.confirm([candidate, good], PROBLEM)
+    assert (good_record.candidate, isinstance(fault, MachineFault)) == (good, True)
+    sick.unlink()
+    assert screened(evaluator, candidate).status is TrialStatus.OK
 
 
 def test_a_lock_that_can_not_be_written_is_our_error(

@@ -55,7 +55,7 @@ def build(tmp_path: Path) -> Build:
     def build(sabotage: Sabotage = lambda text: text) -> Built:
         candidate = Candidate(family=FAMILY, variant=Variant.PORTABLE, config=CONFIG)
         source = render_with({candidate: sabotage})(candidate)
-        return Built(candidate=candidate, module_path=write_module(source, tmp_path))
+        return Built(candidate=candidate, module=write_module(source, tmp_path))
 
     return build
 
@@ -132,7 +132,6 @@ STICKY = [
     "CUDA error: invalid program counter",
     "CUDA error: hardware stack error",
     "CUDA error: the launch timed out and was terminated",
-    "CUDA error: uncorrectable ECC error encountered",
     "HIP error: an illegal memory access was encountered",
 ]
 
@@ -144,8 +143,24 @@ class TestFailures:
         assert (failure.status, failure.sticky) == (TrialStatus.CRASHED, True)
 
     @pytest.mark.parametrize(
+        ("statement", "is_sticky"),
+        [
+            ("raise OSError(28, 'No space left on device')", False),
+            ("raise MemoryError", False),
+            ("import subprocess; raise subprocess.CalledProcessError(1, 'gcc')", False),
+            ("raise RuntimeError('Failed to find C compiler')", False),
+            ("raise RuntimeError('CUDA error: uncorrectable ECC error encountered')", True),
+            ("raise RuntimeError('CUDA-capable device(s) is/are busy or unavailable')", True),
+        ],
+    )
+    def test_of_the_machine_have_no_status(self, build: Build, statement: str, is_sticky: bool) -> None:
+        failure = failed(screen_job(BENCH, build(before_each_launch(statement)), PROBLEM, None))
+        assert (failure.status, failure.sticky) == (None, is_sticky)
+
+    @pytest.mark.parametrize(
         ("statement", "status"),
         [
+            ("raise RuntimeError('Triton Error [CUDA]: out of memory')", TrialStatus.OUT_OF_MEMORY),
             ("raise torch.OutOfMemoryError('planted')", TrialStatus.OUT_OF_MEMORY),
             (
                 "from triton.runtime.errors import OutOfResources; raise OutOfResources(300, 200, 'shared memory')",
@@ -187,7 +202,7 @@ def remember(name: str) -> Sabotage:
 
 
 def seen(built: Built) -> list["weakref.ref[torch.Tensor]"]:
-    found: list[weakref.ref[torch.Tensor]] = load_module(built.module_path).SEEN
+    found: list[weakref.ref[torch.Tensor]] = load_module(built.module).SEEN
     return found
 
 
@@ -242,7 +257,7 @@ class TestDevice:
         made_current: list[int],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        def loaded(built: Built, arch: str) -> None:
+        def loaded(built: Built, arch: str, index: int | None) -> None:
             raise RuntimeError(f"current were {made_current}")
 
         monkeypatch.setattr(trial_jobs, "_loaded", loaded)

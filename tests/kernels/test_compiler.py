@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fa_autotune.errors import WorkerError
+from fa_autotune.errors import MachineError, WorkerError
 from fa_autotune.kernels.compiler import CompilePool, CompileResult, available_cpus, compile_environ, resource_report
 from fa_autotune.kernels.gates import CompiledText, CompileRequest, wgmma_serialized
-from fa_autotune.kernels.modules import write_module
+from fa_autotune.kernels.modules import ModuleFile, write_module
 from fa_autotune.kernels.render import render
 from fa_autotune.problem.device import INTERPRETER_ARCH
 from fa_autotune.problem.family import Access, AttentionFamily, DType
@@ -75,20 +75,18 @@ def backward(kernel_pass: Pass, *, access: Access = Access.TMA, head_dim: int = 
 
 
 def request_for(
-    path: Path,
+    file: ModuleFile,
     *,
     arch: str = "sm_90",
     form: CompileForm = CompileForm.ALIGNED,
     variant: Variant = Variant.PORTABLE,
     smem_limit_bytes: int = H100_SMEM_BYTES,
 ) -> CompileRequest:
-    return CompileRequest(module_path=path, arch=arch, form=form, variant=variant, smem_limit_bytes=smem_limit_bytes)
+    return CompileRequest(module=file, arch=arch, form=form, variant=variant, smem_limit_bytes=smem_limit_bytes)
 
 
 def request_for_source(folder: Path, name: str, source: str) -> CompileRequest:
-    path = folder / f"{name}.py"
-    path.write_text(source)
-    return request_for(path)
+    return request_for(ModuleFile(folder / f"{name}.py", source))
 
 
 def compiled_text(
@@ -250,10 +248,6 @@ class TestABadModule:
         result = compiled(compile_pool, request_for_source(folder, "no_python", "def kernel(:\n"))
         assert (result.status, "SyntaxError" in (result.error or "")) == (TrialStatus.COMPILE_FAILED, True)
 
-    def test_that_is_missing_is_a_failed_compile(self, compile_pool: CompilePool, folder: Path) -> None:
-        result = compiled(compile_pool, request_for(folder / "missing.py"))
-        assert result.status is TrialStatus.COMPILE_FAILED
-
     def test_that_the_frontend_refuses_says_why(self, compile_pool: CompilePool, folder: Path) -> None:
         source = KERNEL_MODULE.format(body="tl.store(x_ptr, nowhere_defined)")
         result = compiled(compile_pool, request_for_source(folder, "undefined_name", source))
@@ -285,12 +279,15 @@ class TestPool:
             results = [pool.submit(request) for request in (hanging, after)]
             assert [result.result().status for result in results] == [TrialStatus.TIMED_OUT, TrialStatus.COMPILE_FAILED]
 
-    def test_goes_on_after_a_compile_that_is_killed(self, folder: Path) -> None:
+    def test_blames_no_kernel_where_its_compiler_was_killed_and_goes_on(self, folder: Path) -> None:
         killed = request_for_source(folder, "killed", "import os\nos.kill(os.getpid(), 9)\n")
         after = request_for_source(folder, "after_killed", KERNEL_MODULE.format(body="tl.store(x_ptr, 0.0)"))
         with CompilePool(1, deadline_s=PATIENCE_S) as pool:
-            results = [pool.submit(request) for request in (killed, after)]
-            assert [result.result().status for result in results] == [TrialStatus.CRASHED, TrialStatus.OK]
+            first, second = [pool.submit(request) for request in (killed, after)]
+            with pytest.raises(MachineError, match="was killed by SIGKILL"):
+                first.result()
+            assert second.result().status is TrialStatus.OK
+            assert pool.submit(killed) is not first  # it may go better now
 
     def test_says_what_a_crashing_compiler_printed(self, compile_pool: CompilePool, folder: Path) -> None:
         source = "import os, sys\nprint('Assertion `rank > 0` failed', file=sys.stderr)\nos.abort()\n"
@@ -324,6 +321,38 @@ class TestPool:
         assert known is not None
         assert resources is not None
         assert resources.registers == known.registers
+
+    def test_compiles_anew_what_is_damaged_in_the_cache(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """… whatever file it is, and with the same result."""
+        monkeypatch.setenv("FA_AUTOTUNE_CACHE", str(tmp_path))
+        request = request_for_source(folder, "damaged", KERNEL_MODULE.format(body="tl.store(x_ptr, 2.0)"))
+        with CompilePool(1, deadline_s=PATIENCE_S) as pool:
+            known = compiled(pool, request).resources
+            assert known is not None
+            (kernel,) = (tmp_path / "triton").iterdir()
+            damages = {
+                "assembler_log.json": ["", "[", "[1]", "[null, null]", "\udcff"],
+                "kernel.json": ["{", "{}", "[]"],
+                "kernel.cubin": ["", "\udc80" * 50],
+                "kernel.ptx": ["\udcff"],
+                "__grp__kernel.json": ["", '{"child_paths": 1}'],
+                "checksums.json": ["", "[]"],
+            }
+            cases = [(name, text) for name, texts in damages.items() for text in texts]
+            for limit, (name, text) in enumerate(cases, start=H100_SMEM_BYTES + 1):  # or the pool knew the answer
+                assert (kernel / name).is_file()
+                (kernel / name).write_bytes(text.encode(errors="surrogateescape"))
+                result = compiled(pool, replace(request, smem_limit_bytes=limit))
+                assert (result.status, result.error) == (TrialStatus.OK, None)
+                assert result.resources is not None
+                assert result.resources.registers == known.registers
+
+    def test_raises_what_is_no_fault_of_the_kernel(self, compile_pool: CompilePool, folder: Path) -> None:
+        request = request_for_source(folder, "without_memory", "raise MemoryError('planted')\n")
+        with pytest.raises(MachineError, match="planted"):
+            compiled(compile_pool, request)
 
     def test_closes_at_once_in_the_middle_of_a_compile(self, folder: Path) -> None:
         hanging = request_for_source(folder, "hanging_too", "import time\ntime.sleep(300)\n")

@@ -178,7 +178,7 @@ def test_the_space_of_features_passes_the_gates(head_dim: int, features: str, dt
 def test_a_kernel_that_adds_dq_up_in_another_way_is_stopped(tmp_path: Path) -> None:
     request = request_of(make_candidate(64, EXACT_LENGTHS=True), tmp_path, "sm_90", H200.smem_optin_bytes)
     with WorkerPool(1, name="compile", environ=compile_environ()) as workers:
-        text = workers.submit(compiled_text, request.module_path, deadline_s=240.0).result()
+        text = workers.submit(compiled_text, request.module, deadline_s=240.0).result()
     resources = resource_report(text, 0.0)
     assert [name for name, gate in GATES if gate(request, text, resources)] == []
     changed = replace(text, assembly=text.assembly.replace("cp.reduce.async.bulk.tensor", "red.global.add.f32"))

@@ -17,11 +17,12 @@ from fa_autotune.kernels.gates import (
     vector_access,
     wgmma_serialized,
 )
+from fa_autotune.kernels.modules import ModuleFile
 from fa_autotune.records import ResourceReport
 from fa_autotune.space.candidate import CompileForm, Variant
 
 REQUEST = CompileRequest(
-    module_path=Path("kernel.py"),
+    module=ModuleFile(Path("kernel.py"), ""),
     arch="sm_90",
     form=CompileForm.ALIGNED,
     variant=Variant.PORTABLE,

@@ -148,7 +148,7 @@ def persistent(tmp_path_factory: pytest.TempPathFactory) -> tuple[CompileRequest
     candidate = make_candidate(Schedule.PERSISTENT, (64, 64), causal=False)
     request = request_of(candidate, tmp_path_factory.mktemp("kernels"), "sm_90", H200.smem_optin_bytes)
     with WorkerPool(1, name="compile", environ=compile_environ()) as workers:
-        return request, workers.submit(compiled_text, request.module_path, deadline_s=240.0).result()
+        return request, workers.submit(compiled_text, request.module, deadline_s=240.0).result()
 
 
 def test_the_gates_read_what_gluon_compiles_to(persistent: tuple[CompileRequest, CompiledText]) -> None:
@@ -179,9 +179,9 @@ def test_an_address_that_two_loops_share_is_stopped(compile_pool: CompilePool, t
     source = render(candidate)
     text = source.text.replace("    place_of_q += gl.minimum(item, 0)\n", "")
     assert text != source.text
-    path = write_module(replace(source, text=text, name="fwd_shared", digest="shared"), tmp_path)
+    file = write_module(replace(source, text=text, name="fwd_shared", digest="shared"), tmp_path)
     request = request_of(candidate, tmp_path, "sm_90", H200.smem_optin_bytes)
-    result = compile_pool.submit(replace(request, module_path=path)).result()
+    result = compile_pool.submit(replace(request, module=file)).result()
     assert (result.status, result.gate) == (TrialStatus.OVER_RESOURCES, "set_addresses")
 
 

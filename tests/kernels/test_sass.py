@@ -8,6 +8,7 @@ import pytest
 from fa_autotune.kernels import gates
 from fa_autotune.kernels.compiler import resource_report
 from fa_autotune.kernels.gates import CompiledText, CompileRequest, set_addresses, spills
+from fa_autotune.kernels.modules import ModuleFile
 from fa_autotune.kernels.sass import disassembled, products_of_unset_addresses, spills_beside_products
 from fa_autotune.space.candidate import CompileForm, Variant
 
@@ -129,7 +130,11 @@ def compiled_and_asked(spill_bytes: int, variant: Variant, arch: str) -> tuple[C
         binary=b"the kernel's",
     )
     request = CompileRequest(
-        module_path=Path("kernel.py"), arch=arch, form=CompileForm.ALIGNED, variant=variant, smem_limit_bytes=0
+        module=ModuleFile(Path("kernel.py"), ""),
+        arch=arch,
+        form=CompileForm.ALIGNED,
+        variant=variant,
+        smem_limit_bytes=0,
     )
     return text, request
 

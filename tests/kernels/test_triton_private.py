@@ -18,6 +18,7 @@ from fa_autotune.kernels import triton_private
 from fa_autotune.kernels.triton_private import (
     FastPath,
     LaunchForm,
+    checked_files,
     compile_kernel,
     disassembler,
     fast_path,
@@ -358,7 +359,7 @@ class TestACompiledKernel:
             parts_of(SimpleNamespace(asm={}))
 
     def test_keeps_texts_beside_itself(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+        monkeypatch.setenv("FA_AUTOTUNE_CACHE", str(tmp_path))
         compiled = compiled_for("cuda")
         assert kept_beside(compiled, "log.json") is None
         keep_beside(compiled, "log.json", "[1]")
@@ -369,6 +370,31 @@ class TestACompiledKernel:
         compiled = compiled_for("cuda")
         keep_beside(compiled, "log.json", "[1]")
         assert kept_beside(compiled, "log.json") is None
+
+
+class TestCheckedFiles:
+    def test_are_where_triton_keeps_kernels_meanwhile(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from triton import knobs
+        from triton.runtime.cache import get_cache_manager
+
+        monkeypatch.setenv("FA_AUTOTUNE_CACHE", str(tmp_path))
+        with checked_files():
+            path = get_cache_manager("0" * 64).put(b"binary", "kernel.cubin")
+        assert Path(path).parent.parent == tmp_path / "triton"
+        assert knobs.cache.manager_class is None
+
+    def test_leave_the_way_to_keep_kernels_alone_that_a_user_chose(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from triton import knobs
+
+        chosen = object()
+        monkeypatch.setattr(knobs.cache, "manager_class", chosen)
+        with checked_files():
+            assert knobs.cache.manager_class is chosen
+
+    def test_are_left_to_a_triton_that_has_no_such_way(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("triton.knobs.cache", SimpleNamespace())
+        with checked_files():
+            pass
 
 
 class TestTheAssemblersLog:

@@ -18,7 +18,7 @@ CompileAll = Callable[[Sequence[Candidate], str, int], list[CompileResult]]  # f
 def request_of(candidate: Candidate, folder: Path, arch: str, smem_limit_bytes: int) -> CompileRequest:
     """What a search asks of the compilers for a candidate, whose module is written to a folder."""
     return CompileRequest(
-        module_path=write_module(render(candidate), folder),
+        module=write_module(render(candidate), folder),
         arch=arch,
         form=compile_form(candidate.family),
         variant=candidate.variant,

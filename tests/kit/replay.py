@@ -197,7 +197,7 @@ def failure(candidate: Candidate, problem: AttentionProblem, status: TrialStatus
     )
 
 
-class _OpenReplay(ReplayEvaluator):
+class OpenReplay(ReplayEvaluator):
     """A replay that knows a toolchain, as `tune_job` wants it."""
 
     toolchain = Toolchain(triton="3.7.1")
@@ -208,7 +208,8 @@ def replayed_job(
 ) -> tuple[Callable[[TuneJob], TuneSummary], ReplayEvaluator]:
     """`tune_job` on a device that need not be there, and the evaluator that it opens."""
     landscape = options.pop("landscape", attention_landscape(KNOWN_DEVICES["h200"]))
-    evaluator = _OpenReplay(landscape, digest=rendered_digest, **options)  # as rendered: what a resumed job compares
+    evaluator_type = options.pop("evaluator_type", OpenReplay)
+    evaluator = evaluator_type(landscape, digest=rendered_digest, **options)  # as rendered: what a resumed job compares
     run = partial(
         tune_job, find=lambda gpu: (device, index), open_evaluator=lambda device, index: nullcontext(evaluator)
     )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from fa_autotune.errors import InvalidProblemError
-from fa_autotune.problem.family import Access, AttentionFamily, DType, strongest_access
+from fa_autotune.problem.family import Access, AttentionFamily, DType, parse_json, strongest_access
 from fa_autotune.problem.passes import BACKWARD_PASSES, Pass, parse_passes
 from fa_autotune.problem.problem import AttentionProblem
 from kit.strategies import families
@@ -122,3 +122,29 @@ def test_a_hash_is_kept_but_does_not_travel() -> None:
     for other in (pickle.loads(pickle.dumps(family)), copy.copy(family), replace(family)):
         assert not hasattr(other, "_hash")
         assert {family: 1}[other] == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NaN",
+        "[Infinity]",
+        '{"a": -Infinity}',
+        "1e999",
+        "-1e999",
+        '{"a": 1, "a": 1}',
+        "[" * 33 + "]" * 33,
+        "[" * 10**5,
+        "",
+        "{",
+    ],
+    ids=lambda text: text[:12],
+)
+def test_json_that_is_none_or_that_nobody_writes_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_json(text)
+
+
+def test_json_is_parsed_to_its_depth() -> None:
+    assert parse_json('{"a": [1, 2.5, null, true, "x"]}') == {"a": [1, 2.5, None, True, "x"]}
+    assert parse_json("[" * 31 + "1" + "]" * 31)[0][0] is not None

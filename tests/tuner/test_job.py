@@ -5,17 +5,18 @@ import optuna
 import pytest
 
 from fa_autotune.database import SessionKind, SessionState, TuningDatabase
-from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
+from fa_autotune.errors import FaAutotuneError, InvalidProblemError, MachineError, UnsupportedError
 from fa_autotune.problem.device import KNOWN_DEVICES, Toolchain
 from fa_autotune.problem.passes import BACKWARD_PASSES, Pass
 from fa_autotune.problem.problem import AttentionProblem
-from fa_autotune.records import Role, TrialRecord, TrialStatus
+from fa_autotune.records import MachineFault, Role, TrialRecord, TrialStatus
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.config import TmaFwdConfig
 from fa_autotune.space.registry import problem_candidates, rejection, supported_variants, variant_spec
 from fa_autotune.space.seeds import default_config
 from fa_autotune.tuner import (
     ConfirmStarted,
+    FaultMet,
     JobFinished,
     JobStarted,
     ProblemFinished,
@@ -27,6 +28,7 @@ from fa_autotune.tuner import (
 )
 from fa_autotune.tuner.study import HOPELESS_WEIGHT
 from kit.combinations import rest
+from kit.database_files import edit
 from kit.replay import ReplayEvaluator, attention_landscape, candidate_digest, failure, success
 
 H100, H200 = KNOWN_DEVICES["h100"], KNOWN_DEVICES["h200"]
@@ -184,6 +186,76 @@ def test_only_the_variants_asked_for_are_searched(database):
     evaluator = ReplayEvaluator(LANDSCAPE)
     run([LONG], evaluator, database, variants=[Variant.PORTABLE])
     assert {candidate.variant for _, candidate in evaluator.screened} == {Variant.PORTABLE}
+
+
+# --- other jobs on the same database ----------------------------------------------------------------------------------
+
+
+def jobs_at_once(path, problems, *, second_begins_at) -> tuple[TuneSummary, TuneSummary, list[object]]:
+    """Two equal jobs, the second of which runs whole as soon as an event of the first is of a kind."""
+    seconds, evaluators = [], [ReplayEvaluator(LANDSCAPE), ReplayEvaluator(LANDSCAPE)]
+
+    def on_event(event) -> None:
+        if isinstance(event, second_begins_at) and not seconds:
+            with TuningDatabase(path) as other:
+                seconds.append(run(problems, evaluators[1], other))
+
+    with TuningDatabase(path) as database:
+        first = run(problems, evaluators[0], database, on_event=on_event)
+    return first, seconds[0], [*evaluators[0].screened, *evaluators[1].screened]
+
+
+def test_two_equal_jobs_measure_nothing_twice_and_take_families_in_turns(tmp_path):
+    problems = [LONG, SHORT, CAUSAL]
+    first, second, screened = jobs_at_once(tmp_path / "t.db", problems, second_begins_at=TrialEnded)
+    assert max(Counter(screened).values()) == 1
+    assert Counter(problem for problem, _ in screened) == dict.fromkeys(problems, SMALL.trials)
+    assert [result.measured for result in first.results] == [24, 24, 0]
+    assert [result.measured for result in second.results] == [0, 0, 24]
+    assert [result.note for result in first.results] == [None, None, "already tuned"]
+    assert second.results[0].note == f"another job (session {first.session_id}) is tuning it"
+
+
+def test_what_another_job_did_meanwhile_counts_as_done(tmp_path):
+    first, second, screened = jobs_at_once(tmp_path / "t.db", [CAUSAL, LONG], second_begins_at=ProblemFinished)
+    assert Counter(problem for problem, _ in screened) == {CAUSAL: 48, LONG: 24}  # the second began after CAUSAL
+    assert max(Counter(screened).values()) == 1
+    assert [result.note for result in first.results] == [None, "already tuned"]
+    assert first.results[1].winners == second.results[1].winners
+
+
+@pytest.mark.parametrize(
+    "change", ["process_start = '1'", "host = 'elsewhere', started_at = '2026-01-01T00:00:00.000000Z'"]
+)
+def test_what_a_dead_job_had_claimed_is_tuned(tmp_path, change):
+    path = tmp_path / "t.db"
+    with TuningDatabase(path) as database:
+        dead = database.begin_session(kind=SessionKind.TUNE, device=H200, toolchain=TOOLCHAIN)
+        assert database.claim(dead, LONG) is None
+        edit(path, f"UPDATE sessions SET {change}", "UPDATE claims SET claimed_at = '2026-01-01T00:00:00.000000Z'")
+        assert run([LONG], ReplayEvaluator(LANDSCAPE), database).results[0].winners
+
+
+def test_a_job_of_another_toolchain_is_not_waited_for(database):
+    other = database.begin_session(kind=SessionKind.TUNE, device=H200, toolchain=Toolchain(triton="3.6.0"))
+    database.claim(other, LONG)
+    assert run([LONG], ReplayEvaluator(LANDSCAPE), database).results[0].winners
+
+
+def test_claims_end_with_the_job(database):
+    with pytest.raises(KeyboardInterrupt):
+        run([LONG], ReplayEvaluator(LANDSCAPE), database, on_event=interrupt_at(TrialEnded))
+    assert database.info().counts["claims"] == 0
+    run([LONG], ReplayEvaluator(LANDSCAPE), database)
+    assert database.info().counts["claims"] == 0
+
+
+def interrupt_at(kind):
+    def on_event(event) -> None:
+        if isinstance(event, kind):
+            raise KeyboardInterrupt
+
+    return on_event
 
 
 # --- the budget -------------------------------------------------------------------------------------------------------
@@ -447,6 +519,85 @@ def test_ctrl_c_keeps_every_trial_that_ended(database):
         run([LONG], ReplayEvaluator(LANDSCAPE, interrupt_after=10), database)
     kept = [trial for trial in database.trials() if trial.record.status is not TrialStatus.REJECTED]
     assert len(kept) == 10
+
+
+class OnASickMachine(ReplayEvaluator):
+    """One on which some candidates, or all finalists once, meet a fault of the machine."""
+
+    def __init__(self, *args, is_met=lambda candidate: False, while_confirming=0, **options) -> None:
+        super().__init__(*args, **options)
+        self.is_met, self.while_confirming = is_met, while_confirming
+        self.met: list[Candidate] = []
+
+    def screen(self, candidates, problems, *, incumbents_ms=()):
+        for record in super().screen(candidates, problems, incumbents_ms=incumbents_ms):
+            if self.is_met(record.candidate):
+                self.met.append(record.candidate)
+                yield MachineFault(candidate=record.candidate, problem=record.problem, error="No space left on device")
+            else:
+                yield record
+
+    def confirm(self, candidates, problem):
+        records = super().confirm(candidates, problem)
+        if self.while_confirming:
+            self.while_confirming -= 1
+            return [MachineFault(candidate=one, problem=problem, error="killed by SIGKILL") for one in candidates]
+        return records
+
+
+def of_eight_warps(candidate: Candidate) -> bool:
+    return candidate.config.num_warps == 8
+
+
+def test_a_fault_of_the_machine_is_told_and_stored_for_no_candidate(database):
+    events = []
+    evaluator = OnASickMachine(ok_where(lambda _: True, TrialStatus.OK), is_met=of_eight_warps)
+    run([LONG], evaluator, database, on_event=events.append, batch_size=2)
+    told = [event.fault.candidate for event in events if isinstance(event, FaultMet)]
+    assert told == evaluator.met != []
+    stored = {trial.record.candidate for trial in database.trials() if trial.record.status is not TrialStatus.REJECTED}
+    assert len(stored) + len(told) == SMALL.trials
+    assert not stored & set(told)
+
+
+def test_what_met_a_fault_is_tried_again_on_resume(database):
+    sick = OnASickMachine(LANDSCAPE, is_met=of_eight_warps)
+    run([LONG], sick, database)
+    well = ReplayEvaluator(LANDSCAPE)
+    run([LONG], well, database, resume=True)
+    assert len(well.screened) == len(sick.met)
+    assert {candidate for _, candidate in well.screened} & set(sick.met)
+
+
+def test_a_machine_that_stays_sick_ends_the_job_with_what_to_mend(database):
+    evaluator = OnASickMachine(LANDSCAPE, is_met=lambda candidate: True)
+    with pytest.raises(MachineError, match=r"3 candidates in a row.*No space left on device.*--resume goes on"):
+        run([LONG], evaluator, database)
+    assert (len(evaluator.met), database.info().counts["trials"]) == (3, 0)
+    assert session_state(database) is SessionState.FAILED
+
+
+def test_finalists_that_met_a_fault_are_confirmed_again(database):
+    evaluator = OnASickMachine(LANDSCAPE, while_confirming=1)
+    (result,) = run([LONG], evaluator, database).results
+    assert result.winners
+    assert {trial.record.status for trial in database.trials()} <= set(TrialStatus)
+
+
+def test_finalists_that_keep_meeting_faults_leave_no_winner_but_their_times(database):
+    (result,) = run([LONG], OnASickMachine(LANDSCAPE, while_confirming=10**9), database).results
+    assert result.winners == ()
+    resumed = ReplayEvaluator(LANDSCAPE)
+    assert run([LONG], resumed, database, resume=True).results[0].winners
+    assert resumed.calls == ["confirm"]
+
+
+def test_where_all_was_tried_before_and_failed_nothing_is_said_of_time(database):
+    budget = TuneBudget(trials=4, finalists=2)
+    failing = ok_where(lambda _: False, TrialStatus.WRONG_RESULT)
+    run([LONG], ReplayEvaluator(failing), database, budget=budget)
+    (result,) = run([LONG], ReplayEvaluator(failing), database, resume=True, budget=budget).results
+    assert (result.measured, result.note) == (0, "no candidate ran and gave the right result")
 
 
 def test_a_killed_job_resumes_and_measures_nothing_twice(database):
