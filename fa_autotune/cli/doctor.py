@@ -8,8 +8,8 @@ import os
 import platform
 import sqlite3
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,8 +24,10 @@ from fa_autotune.errors import FaAutotuneError
 from fa_autotune.files import written_by_others
 from fa_autotune.problem.device import DeviceSpec, parse_triton_version
 from fa_autotune.problem.family import AttentionFamily, DType
-from fa_autotune.space.registry import VARIANTS
-from fa_autotune.space.support import MIN_TRITON
+from fa_autotune.space.candidate import Candidate, Variant
+from fa_autotune.space.registry import VARIANTS, VariantSpec
+from fa_autotune.space.seeds import default_config
+from fa_autotune.space.support import MIN_TRITON, TESTED_TRITONS, untested
 
 _PACKAGES = {
     "torch": ("torch",),
@@ -39,6 +41,12 @@ _FAMILY = AttentionFamily(dtype=DType.BFLOAT16, head_dim=128, head_dim_v=128, bo
 
 AnswerT = TypeVar("AnswerT")
 _Torch: TypeAlias = tuple[tuple[DeviceSpec, ...], str | None, str | None, str | None]
+
+
+def _family_of(spec: VariantSpec) -> AttentionFamily:
+    """A common family that a variant is for."""
+    head_dim = 256 if spec.variant is Variant.HOPPER_WIDE else _FAMILY.head_dim
+    return replace(_FAMILY, head_dim=head_dim, head_dim_v=head_dim).for_pass(spec.kernel_pass)
 
 
 class Verdict(StrEnum):
@@ -69,12 +77,16 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReport:
-    """One GPU: what serves it (None) or why a variant does not, and how many problems have a winner on it."""
+    """One GPU: what serves it (None) or why a variant does not, and how many problems have a winner on it.
+
+    `lost`: the variants that would serve it, but for the Triton that is installed.
+    """
 
     name: str
     arch: str
     fingerprint: str
     variants: Mapping[str, str | None]
+    lost: tuple[str, ...]
     winners: int
     sibling_winners: int
 
@@ -108,6 +120,7 @@ class Machine:
     packs: tuple[Path, ...]
     snapshot: Snapshot
     failures: tuple[str, ...] = ()
+    lost: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +189,7 @@ def look_round() -> Machine:
         database=database,
         packs=packs,
         snapshot=ask("what is tuned", lambda: load_snapshot(database or nowhere, packs), Snapshot(rows=())),
+        lost=ask("which variants compile", lambda: _lost(devices), {}),
         failures=tuple(failures),
     )
 
@@ -227,6 +241,27 @@ def _live_devices() -> Iterator[DeviceSpec]:
         return
 
 
+def _lost(devices: Sequence[DeviceSpec]) -> dict[str, str]:
+    """The variants whose kernels a Triton that nothing was tested with does not compile, by pass and name; why not."""
+    if not devices or _import_error("triton"):
+        return {}
+    from fa_autotune.kernels.gpu import live_toolchain
+    from fa_autotune.kernels.loaded import load_kernel
+
+    triton, lost = parse_triton_version(live_toolchain().triton), dict[str, str]()
+    for arch in sorted({device.arch for device in devices}) if untested(triton) else ():
+        for spec in VARIANTS:
+            family = _family_of(spec)
+            if spec.supports(family, arch, triton):
+                continue
+            try:
+                config = default_config(spec, family, arch)
+                load_kernel(Candidate(family=family, variant=spec.variant, config=config), arch)
+            except FaAutotuneError as error:
+                lost[f"{spec.kernel_pass}/{spec.variant}"] = f"its kernel does not compile: {error}"
+    return lost
+
+
 # --- judging ----------------------------------------------------------------------------------------------------------
 
 
@@ -259,11 +294,12 @@ def _gpu_report(device: DeviceSpec, machine: Machine) -> GpuReport:
         arch=device.arch,
         fingerprint=device.fingerprint,
         variants={
-            f"{spec.kernel_pass}/{spec.variant}": spec.supports(_FAMILY, device.arch, parse_triton_version(triton))
+            name: machine.lost.get(name) or spec.supports(_family_of(spec), device.arch, parse_triton_version(triton))
             if triton
             else "Triton is not installed"
-            for spec in VARIANTS
+            for name, spec in ((f"{spec.kernel_pass}/{spec.variant}", spec) for spec in VARIANTS)
         },
+        lost=tuple(machine.lost),
         winners=len(here),
         sibling_winners=len(arch - here),
     )
@@ -312,6 +348,15 @@ def _triton_findings(machine: Machine) -> Iterator[Finding]:
         yield _fatal(f"Triton can't be imported: {machine.triton_error}", f"pip install 'triton>={needed}'")
     elif (found := machine.versions.get("triton")) and parse_triton_version(found) < MIN_TRITON:
         yield _fatal(f"Triton {found} is older than {needed}", "install a newer torch, which brings its Triton")
+    elif found and (newer := untested(parse_triton_version(found))):
+        newest = ".".join(map(str, TESTED_TRITONS[-1]))
+        for name, reason in machine.lost.items():
+            yield Finding(
+                fatal=False,
+                text=f"{newer}, and {name} is lost: {reason}. Others serve, on a Hopper in up to 1.3 times the time",
+                next_step=f"pip install 'triton=={newest}.*' if your torch allows it",
+            )
+        yield Finding(fatal=False, text=f"{newer}; its kernels are tried", next_step="fa-autotune tune verifies them")
 
 
 def _launch_findings(machine: Machine) -> Iterator[Finding]:
@@ -387,6 +432,8 @@ def _writable(path: Path) -> bool:
 def show(report: DoctorReport) -> Iterator[str]:
     """Lines for people."""
     yield f"{report.verdict.value.upper()}: {report.summary}"
+    for gpu in report.gpus:
+        yield f"{gpu.name}: {_fast_variants(gpu)}"
     yield ""
     yield _line("versions", ", ".join(f"{name} {found or 'missing'}" for name, found in _shown(report.versions)))
     for index, gpu in enumerate(report.gpus):
@@ -405,6 +452,14 @@ def show(report: DoctorReport) -> Iterator[str]:
         yield ""
         yield f"{'PROBLEM' if finding.fatal else 'note'}: {finding.text}"
         yield f"  next: {finding.next_step}"
+
+
+def _fast_variants(gpu: GpuReport) -> str:
+    """Which variants beside the portable one this installation has, and which it has lost."""
+    fast = {name: reason for name, reason in gpu.variants.items() if not name.endswith(f"/{Variant.PORTABLE}")}
+    served = ", ".join(name for name, reason in fast.items() if reason is None)
+    lost = ", ".join(name for name in fast if name in gpu.lost)
+    return f"fast variants: {served or 'none'}{f'; lost: {lost}, as told below' if lost else ''}"
 
 
 def _shown(versions: Mapping[str, str | None]) -> Iterator[tuple[str, str | None]]:
