@@ -13,7 +13,7 @@ from typing import Protocol
 
 from fa_autotune.database import TuningDatabase
 from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
-from fa_autotune.paths import database_path
+from fa_autotune.paths import database_path, expanded
 from fa_autotune.problem.device import INTERPRETER, INTERPRETER_ARCH, DeviceSpec, Toolchain
 from fa_autotune.problem.family import DType
 from fa_autotune.problem.models import default_problems, problems_for_model, tiny_problems
@@ -146,13 +146,13 @@ def tune(
     `time_budget` such as `10m`. Attention that this process has decided already keeps its kernels until it starts
     again.
     """
-    named = [AttentionProblem.parse(problem) if isinstance(problem, str) else problem for problem in problems]
+    named = AttentionProblem.several(problems)
     if model is not None:
         named += problems_for_model(model)
     job = TuneJob(
         problems=tuple(named),
         passes=parse_passes(passes),
-        database=None if database is None else Path(database),
+        database=None if database is None else expanded(database),
         gpu_index=gpu,
         trials=trials,
         time_budget_s=None if time_budget is None else parse_duration_s(time_budget),
@@ -164,7 +164,9 @@ def tune(
 
 def parse_duration_s(text: str) -> float:
     """Seconds of `90s`, `10m`, `1h` or `1h30m`; a bare number is refused, since its unit would be a guess."""
-    match = re.fullmatch(r"(?=.)(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?", text.strip().lower())
+    if not isinstance(text, str):
+        raise FaAutotuneError(f"{text!r} is no duration; write it as text with its unit, such as 90s, 10m or 1h30m")
+    match = re.fullmatch(r"(?=.)(?:([0-9]{1,9})h)?(?:([0-9]{1,9})m)?(?:([0-9]{1,9})s)?", text.strip().lower())
     seconds = (
         0
         if match is None

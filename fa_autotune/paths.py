@@ -42,7 +42,7 @@ def shipped_kernels_dir() -> Path:
 def database_path(environ: Mapping[str, str] = os.environ) -> Path:
     """The user's tuning database: FA_AUTOTUNE_DB, or `tuning.db` in the user data folder."""
     if chosen := environ.get("FA_AUTOTUNE_DB"):
-        return expanded(chosen)
+        return database_file(chosen)
     return _user_dir(platformdirs.user_data_dir, instead="FA_AUTOTUNE_DB") / "tuning.db"
 
 
@@ -70,11 +70,21 @@ def own_cache_folder(folder: Path, environ: Mapping[str, str] = os.environ) -> P
 
 
 def expanded(path: Path | str) -> Path:
-    """A path with the home folder for its `~`; FaAutotuneError if that folder is not known."""
+    """A path with the home folder for its `~`; FaAutotuneError if that folder is not known, or it is no path."""
+    if not isinstance(path, (str, Path)) or "\0" in str(path):
+        raise FaAutotuneError(f"{path!r} is no path of a file; write it as text, or as a pathlib.Path")
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise FaAutotuneError(f"the home folder in {path} is not known; write the whole path") from error
+
+
+def database_file(path: Path | str) -> Path:
+    """`expanded`, for a database that is to outlive the process; FaAutotuneError for SQLite's other names."""
+    text = str(path)
+    if not text.strip() or text == ":memory:" or text.startswith("file:"):
+        raise FaAutotuneError(f"{text!r} is not the path of a file; name a database such as ./tuning.db")
+    return expanded(path)
 
 
 def triton_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:

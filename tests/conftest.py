@@ -2,7 +2,9 @@
 
 import os
 import platform
+import shutil
 import sqlite3
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -72,6 +74,15 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         # Inductor finds a graph again by what it calls, also where another release's operators take other arguments.
         patch.setitem(os.environ, "TORCHINDUCTOR_CACHE_DIR", str(shared / "inductor"))
         yield
+
+
+@pytest.fixture
+def public_folder() -> Iterator[Path]:
+    """A folder that other users reach."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Documents say what is true: their examples run, their commands exist, their links lead somewhere."""
 
+import ast
 import os
 import re
 import shlex
@@ -12,7 +13,10 @@ import click
 import pytest
 
 from fa_autotune.cli import main
+from fa_autotune.database import TuningDatabase
 from kit.combinations import rest
+from kit.command import run
+from kit.tuning_samples import fill
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
@@ -53,6 +57,64 @@ def test_a_documented_command_exists_with_its_options(path: Path, example: str) 
     words = shlex.split(example)
     if words and words[0] not in ("--help", "--version"):
         parse(main, words)
+
+
+# --- commands that are named anywhere: they run, where that takes neither a GPU nor long ------------------------------
+
+CHEAP = ("db", "explain", "render", "doctor")
+SAMPLES = {"FILE": "filled.db", "PACK": "pack.db", "SOURCE": "filled.db", "…": "4x32x8x4096x4096x128,causal"}
+
+
+def named_in_our_code() -> list[str]:
+    """The commands in backticks in our texts, with samples in place of what is filled in."""
+    found: set[str] = set()
+    for path in ROOT.glob("fa_autotune/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            text = ""
+            for part in parts:
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    text += part.value
+                elif text.endswith(" "):  # else it is an option that may be left out
+                    text += "FILE"
+            found |= set(re.findall(r"`fa-autotune (\w[^`]*)`", text))
+    return sorted(found)
+
+
+def run_with_samples(words: list[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.chdir(folder)
+    if not (folder / "filled.db").exists():
+        with TuningDatabase("filled.db") as database:
+            fill(database)
+    monkeypatch.setenv("FA_AUTOTUNE_DB", "filled.db")
+    if words[0] == "explain" and "--device" not in words:
+        words = [*words, "--device", "h200"]
+    done = run(*words)
+    assert done.exit_code in ((0, 1) if words[0] == "doctor" else (0,)), done.output
+
+
+@pytest.mark.parametrize("command", named_in_our_code())
+def test_a_command_that_we_name_runs(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = [SAMPLES.get(word, word) for word in shlex.split(command)]
+    if words[-1] == "--problem":  # named for its option
+        words.append(SAMPLES["…"])
+    if words in (["db"], ["explain"], ["render"]):  # named for themselves
+        return
+    parse(main, words)
+    if words[0] in CHEAP:
+        run_with_samples(words, monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if our_commands(path)], ids=lambda path: path.name)
+@pytest.mark.rest
+def test_documented_commands_run(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("a.db", "b.db"):
+        with TuningDatabase(tmp_path / name) as database:
+            fill(database)
+    for example in our_commands(path):
+        words = shlex.split(example)
+        if words and words[0] in CHEAP and "--winners" not in words:
+            run_with_samples(words, monkeypatch, tmp_path)
 
 
 def test_the_readme_shows_every_kind_of_use() -> None:

@@ -28,7 +28,7 @@ from fa_autotune.files import (
     write_output,
     write_whole,
 )
-from kit.without_root import NOBODY, outcome
+from kit.rights import NOBODY, outcome
 
 LETTER = OutputKind(name="a letter of ours", is_one=lambda head: head.startswith(b"Dear"))
 

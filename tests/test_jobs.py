@@ -4,7 +4,7 @@ import pytest
 
 from fa_autotune.database import Miss, TuningDatabase
 from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
-from fa_autotune.jobs import TuneJob, find_device, parse_duration_s
+from fa_autotune.jobs import TuneJob, find_device, parse_duration_s, tune
 from fa_autotune.problem.device import INTERPRETER, KNOWN_DEVICES
 from fa_autotune.problem.family import DType
 from fa_autotune.problem.models import default_problems, tiny_problems
@@ -140,3 +140,19 @@ def test_a_duration_is_read_with_its_unit(text, seconds):
 def test_a_duration_without_unit_or_sense_is_refused(text):
     with pytest.raises(FaAutotuneError, match="is no duration"):
         parse_duration_s(text)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"problems": [None]}, "problem=None is a NoneType, and no problem"),
+        ({"problems": None}, "problems=None is no list of problems"),
+        ({"problems": [], "time_budget": 5}, "5 is no duration; write it as text with its unit"),
+        ({"problems": [], "passes": 5}, "passes=5 is no text; write it such as fwd"),
+        ({"problems": [], "database": "/a\0b"}, "is no path of a file; write it as text"),
+    ],
+    ids=str,
+)
+def test_what_is_no_argument_at_all_is_named(given, message):
+    with pytest.raises(FaAutotuneError, match=message):
+        tune(**given)

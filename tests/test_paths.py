@@ -1,6 +1,7 @@
 """Where our folders lie, and what is said where a user has no home."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,3 +34,9 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
     for find, variable in ((database_path, "FA_AUTOTUNE_DB"), (cache_dir, "FA_AUTOTUNE_CACHE")):
         with pytest.raises(FaAutotuneError, match=f"no home folder .*; set {variable}, or HOME"):
             find({})
+
+
+@pytest.mark.parametrize("path", ["/a\0b", None, 5, b"/a"])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    with pytest.raises(FaAutotuneError, match="is no path of a file; write it as text"):
+        expanded(path)

@@ -1,6 +1,5 @@
 """The `fa-autotune` command: thin click commands, each imported when it is called."""
 
-import errno
 import io
 import os
 import sys
@@ -69,28 +68,46 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, _SUBCOMMANDS[name].summary) for name in self.list_commands(ctx)])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; errors of ours and of the file system become one line on stderr instead of a traceback."""
+        """Run a command; errors of ours become one line on stderr instead of a traceback."""
         try:
             return super().invoke(ctx)
         except FaAutotuneError as error:
             raise _OurError(str(error)) from error
-        except OSError as error:
-            if error.errno is None or error.errno == errno.EPIPE:  # click ends quietly where nobody reads on
-                raise
-            _drop_what_stdout_can_not_write()
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """`click.Group.main`, where a stream may be closed or full: the former is no error, the latter one of ours."""
+        _fill_closed_streams()
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:  # click itself ends quietly where nobody reads on
+            _drop_what_can_not_be_written()
             named = "" if error.filename is None else f"{error.filename}: "
-            raise _OurError(
-                f"{named}{error.strerror}; see that it is there, may be used, and has space left on its disk"
-            ) from error
+            with suppress(OSError):
+                said = f"{named}{error.strerror or error}"
+                _OurError(f"{said}; see that it is there, may be used, and has space left on its disk").show()
+            _drop_what_can_not_be_written()
+            sys.exit(_OurError.exit_code)
 
 
-def _drop_what_stdout_can_not_write() -> None:
+def _fill_closed_streams() -> None:
+    """Put the null device in place of closed streams: the next file that is opened would take their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.dup(number), "r" if number == 0 else "w", encoding="utf-8"))
+
+
+def _drop_what_can_not_be_written() -> None:
     """Python tries the rest again when it ends, and would report that a second time, with an exit code of its own."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        with suppress(OSError, io.UnsupportedOperation):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with suppress(OSError, io.UnsupportedOperation):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -14,6 +14,7 @@ from click.core import ParameterSource
 
 from fa_autotune.cli.problem_options import named_problems, problem_options
 from fa_autotune.cli.terminal import print_table, say
+from fa_autotune.cli.values import WholeNumber
 from fa_autotune.errors import FaAutotuneError
 from fa_autotune.files import write_whole
 from fa_autotune.problem.models import default_problems
@@ -35,7 +36,7 @@ _ONLY_HERE = ("output", "as_json")  # say where the figures go, not what they ar
     help="Peers, separated by commas: sdpa-flash, sdpa-cudnn, sdpa-efficient, flex, fa3, ours-unordered (the backward "
     "with deterministic=False), ours-padded (a varlen problem as a batch); empty for ours alone.",
 )
-@click.option("--gpu", "gpu_index", type=click.IntRange(min=0), default=0, show_default=True, help="Index of the GPU.")
+@click.option("--gpu", "gpu_index", type=WholeNumber(min=0), default=0, show_default=True, help="Index of the GPU.")
 @click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),

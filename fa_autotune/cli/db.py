@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from fa_autotune.cli.terminal import print_table, say
+from fa_autotune.cli.values import DatabaseFile, WholeNumber
 from fa_autotune.errors import DatabaseError
 from fa_autotune.paths import database_path, pack_paths
 from fa_autotune.problem.device import INTERPRETER_ARCH
@@ -27,7 +28,7 @@ _TIMES = ("ms", "TFLOP/s")
 _RESOURCES = ("registers", "spill bytes", "smem bytes")  # the entries' fields, with spaces
 
 _db_option = click.option(
-    "--db", "path", type=click.Path(path_type=Path), help="The database. [default: FA_AUTOTUNE_DB, or the user's own]"
+    "--db", "path", type=DatabaseFile(), help="The database. [default: FA_AUTOTUNE_DB, or the user's own]"
 )
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 _device_option = click.option(
@@ -138,7 +139,7 @@ def winners_command(
     help=f"Only this status: {', '.join(TrialStatus)}; may be repeated.",
 )
 @click.option("--summary", is_flag=True, help="Count the trials that failed, by status and constraint.")
-@click.option("--limit", default=50, show_default=True, type=click.IntRange(1), help="The newest N in the table.")
+@click.option("--limit", default=50, show_default=True, type=WholeNumber(1), help="The newest N in the table.")
 @_options(_device_option, _problem_option, _variant_option, _db_option, _json_option)
 def trials_command(
     *,
@@ -179,7 +180,7 @@ def trials_command(
 
 @db_group.command("top")
 @click.option("--problem", "problem_text", required=True, help="Such as 4x32x8x4096x4096x128,causal.")
-@click.option("--limit", default=10, show_default=True, type=click.IntRange(1), help="How many configs.")
+@click.option("--limit", default=10, show_default=True, type=WholeNumber(1), help="How many configs.")
 @_options(_device_option, _db_option, _json_option)
 def top_command(*, problem_text: str, limit: int, device_name: str | None, path: Path | None, as_json: bool) -> None:
     """Show a problem's fastest configs with what their kernels need.
@@ -279,7 +280,7 @@ def import_command(*, sources: Sequence[Path], path: Path | None, as_json: bool)
 
 
 @db_group.command("merge")
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("target", type=DatabaseFile())
 @click.argument("sources", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="SOURCE...")
 @_options(_json_option)
 def merge_command(*, target: Path, sources: Sequence[Path], as_json: bool) -> None:
@@ -333,6 +334,8 @@ def _devices(database: "TuningDatabase", name: str | None, *, required: bool) ->
         return [None]
     devices = database.info().devices
     wanted = _folded(name)
+    if not wanted:
+        raise DatabaseError(f"--device {name!r} names no device; give a fingerprint, or a part of a device's name")
     found = [spec for spec in devices if spec.fingerprint == name] or [
         spec for spec in devices if wanted in _folded(spec.name)
     ]

@@ -8,11 +8,12 @@ import os
 import platform
 import sqlite3
 import sysconfig
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TypeAlias, TypeVar
 
 import click
 
@@ -23,8 +24,10 @@ from fa_autotune.errors import FaAutotuneError
 from fa_autotune.files import written_by_others
 from fa_autotune.problem.device import DeviceSpec, parse_triton_version
 from fa_autotune.problem.family import AttentionFamily, DType
-from fa_autotune.space.registry import VARIANTS
-from fa_autotune.space.support import MIN_TRITON
+from fa_autotune.space.candidate import Candidate, Variant
+from fa_autotune.space.registry import VARIANTS, VariantSpec
+from fa_autotune.space.seeds import default_config
+from fa_autotune.space.support import MIN_TRITON, TESTED_TRITONS, untested
 
 _PACKAGES = {
     "torch": ("torch",),
@@ -34,6 +37,16 @@ _PACKAGES = {
 }
 # What a variant serves is asked for the commonest family; `fa-autotune explain --problem …` answers for any other.
 _FAMILY = AttentionFamily(dtype=DType.BFLOAT16, head_dim=128, head_dim_v=128, bounded_right=True)
+
+
+AnswerT = TypeVar("AnswerT")
+_Torch: TypeAlias = tuple[tuple[DeviceSpec, ...], str | None, str | None, str | None]
+
+
+def _family_of(spec: VariantSpec) -> AttentionFamily:
+    """A common family that a variant is for."""
+    head_dim = 256 if spec.variant is Variant.HOPPER_WIDE else _FAMILY.head_dim
+    return replace(_FAMILY, head_dim=head_dim, head_dim_v=head_dim).for_pass(spec.kernel_pass)
 
 
 class Verdict(StrEnum):
@@ -64,12 +77,16 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReport:
-    """One GPU: what serves it (None) or why a variant does not, and how many problems have a winner on it."""
+    """One GPU: what serves it (None) or why a variant does not, and how many problems have a winner on it.
+
+    `lost`: the variants that would serve it, but for the Triton that is installed.
+    """
 
     name: str
     arch: str
     fingerprint: str
     variants: Mapping[str, str | None]
+    lost: tuple[str, ...]
     winners: int
     sibling_winners: int
 
@@ -86,7 +103,10 @@ class DatabaseReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What was found. `torch_error` says why torch can't be imported, `triton_error` the same of Triton."""
+    """What was found. `torch_error` says why torch can't be imported, `triton_error` the same of Triton.
+
+    `failures`: what could not be asked, and why; where a folder could not, it is None.
+    """
 
     versions: Mapping[str, str | None]
     torch_error: str | None
@@ -95,10 +115,12 @@ class Machine:
     devices: tuple[DeviceSpec, ...]
     c_compiler: str | None
     python_header: Path
-    cache_dir: Path
-    database: Path
+    cache_dir: Path | None
+    database: Path | None
     packs: tuple[Path, ...]
     snapshot: Snapshot
+    failures: tuple[str, ...] = ()
+    lost: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +134,7 @@ class DoctorReport:
     gpus: tuple[GpuReport, ...]
     c_compiler: str | None
     databases: tuple[DatabaseReport, ...]
-    cache_dir: str
+    cache_dir: str | None
     cache_writable: bool
     findings: tuple[Finding, ...]
 
@@ -138,21 +160,37 @@ def doctor_command(ctx: click.Context, *, as_json: bool) -> None:
 
 
 def look_round() -> Machine:
-    """Ask the machine. A part that is missing or broken is an answer, not an error."""
-    devices, driver, cuda, torch_error = _ask_torch()
-    database, packs = paths.database_path(), tuple(paths.pack_paths())
+    """Ask the machine. A part that is missing or broken is an answer, not an error, and hides no other part."""
+    failures: list[str] = []
+
+    def ask(what: str, question: Callable[[], AnswerT], otherwise: AnswerT) -> AnswerT:
+        try:
+            return question()
+        except Exception as error:  # noqa: BLE001  whatever is wrong here is what is to be told
+            failures.append(f"{what} can't be told: {str(error) or type(error).__name__}")
+            return otherwise
+
+    no_torch: _Torch = ((), None, None, None)
+    devices, driver, cuda, torch_error = ask("what torch sees", _ask_torch, no_torch)
+    no_path: Path | None = None
+    no_packs: tuple[Path, ...] = ()
+    database = ask("where your database is", paths.database_path, no_path)
+    packs = ask("which packs there are", lambda: tuple(paths.pack_paths()), no_packs)
+    nowhere = Path(os.devnull) / "none"
     return Machine(
-        versions={**_package_versions(), "driver": driver, "cuda": cuda},
+        versions={**ask("which packages there are", _package_versions, {}), "driver": driver, "cuda": cuda},
         torch_error=torch_error,
         triton_error=_import_error("triton"),
         interpreting=paths.interpreting(),
         devices=devices,
-        c_compiler=paths.c_compiler(),
+        c_compiler=ask("which C compiler there is", paths.c_compiler, None),
         python_header=Path(sysconfig.get_path("include")) / "Python.h",
-        cache_dir=paths.cache_dir(),
+        cache_dir=ask("where the cache is", paths.cache_dir, no_path),
         database=database,
         packs=packs,
-        snapshot=load_snapshot(database, packs),
+        snapshot=ask("what is tuned", lambda: load_snapshot(database or nowhere, packs), Snapshot(rows=())),
+        lost=ask("which variants compile", lambda: _lost(devices), {}),
+        failures=tuple(failures),
     )
 
 
@@ -173,12 +211,12 @@ def _distribution_version(name: str) -> str | None:
 def _import_error(module: str) -> str | None:
     try:
         __import__(module)
-    except (ImportError, OSError, RuntimeError) as error:  # OSError: a library that the wheel needs is missing
-        return str(error)
+    except Exception as error:  # noqa: BLE001  a broken install raises anything
+        return str(error) or type(error).__name__
     return None
 
 
-def _ask_torch() -> tuple[tuple[DeviceSpec, ...], str | None, str | None, str | None]:
+def _ask_torch() -> _Torch:
     """The GPUs, the driver's and CUDA's versions, and why torch can't be imported."""
     if error := _import_error("torch"):
         return (), None, None, error
@@ -203,6 +241,27 @@ def _live_devices() -> Iterator[DeviceSpec]:
         return
 
 
+def _lost(devices: Sequence[DeviceSpec]) -> dict[str, str]:
+    """The variants whose kernels a Triton that nothing was tested with does not compile, by pass and name; why not."""
+    if not devices or _import_error("triton"):
+        return {}
+    from fa_autotune.kernels.gpu import live_toolchain
+    from fa_autotune.kernels.loaded import load_kernel
+
+    triton, lost = parse_triton_version(live_toolchain().triton), dict[str, str]()
+    for arch in sorted({device.arch for device in devices}) if untested(triton) else ():
+        for spec in VARIANTS:
+            family = _family_of(spec)
+            if spec.supports(family, arch, triton):
+                continue
+            try:
+                config = default_config(spec, family, arch)
+                load_kernel(Candidate(family=family, variant=spec.variant, config=config), arch)
+            except FaAutotuneError as error:
+                lost[f"{spec.kernel_pass}/{spec.variant}"] = f"its kernel does not compile: {error}"
+    return lost
+
+
 # --- judging ----------------------------------------------------------------------------------------------------------
 
 
@@ -219,8 +278,8 @@ def examine(machine: Machine) -> DoctorReport:
         gpus=gpus,
         c_compiler=machine.c_compiler,
         databases=tuple(_database_reports(machine)),
-        cache_dir=str(machine.cache_dir),
-        cache_writable=_writable(machine.cache_dir),
+        cache_dir=None if machine.cache_dir is None else str(machine.cache_dir),
+        cache_writable=machine.cache_dir is not None and _writable(machine.cache_dir),
         findings=findings,
     )
 
@@ -235,20 +294,22 @@ def _gpu_report(device: DeviceSpec, machine: Machine) -> GpuReport:
         arch=device.arch,
         fingerprint=device.fingerprint,
         variants={
-            f"{spec.kernel_pass}/{spec.variant}": spec.supports(_FAMILY, device.arch, parse_triton_version(triton))
+            name: machine.lost.get(name) or spec.supports(_family_of(spec), device.arch, parse_triton_version(triton))
             if triton
             else "Triton is not installed"
-            for spec in VARIANTS
+            for name, spec in ((f"{spec.kernel_pass}/{spec.variant}", spec) for spec in VARIANTS)
         },
+        lost=tuple(machine.lost),
         winners=len(here),
         sibling_winners=len(arch - here),
     )
 
 
 def _database_reports(machine: Machine) -> Iterator[DatabaseReport]:
-    for source, path in [(Source.USER, machine.database), *((Source.PACK, pack) for pack in machine.packs)]:
+    own = [] if machine.database is None else [(Source.USER, machine.database)]
+    for source, path in [*own, *((Source.PACK, pack) for pack in machine.packs)]:
         winners = sum(row.path == path and row.source is source for row in machine.snapshot.rows)
-        yield DatabaseReport(source=source, path=str(path), exists=path.exists(), winners=winners)
+        yield DatabaseReport(source=source, path=str(path), exists=os.path.exists(path), winners=winners)
 
 
 def _verdict(machine: Machine, gpus: tuple[GpuReport, ...], findings: tuple[Finding, ...]) -> Verdict:
@@ -262,6 +323,8 @@ def _verdict(machine: Machine, gpus: tuple[GpuReport, ...], findings: tuple[Find
 
 
 def _findings(machine: Machine, gpus: tuple[GpuReport, ...]) -> Iterator[Finding]:
+    for failure in machine.failures:
+        yield Finding(fatal=False, text=failure, next_step="mend what it names; the rest of this report holds")
     if machine.torch_error:
         yield _fatal(f"torch can't be imported: {machine.torch_error}", "pip install torch")
         return
@@ -285,12 +348,21 @@ def _triton_findings(machine: Machine) -> Iterator[Finding]:
         yield _fatal(f"Triton can't be imported: {machine.triton_error}", f"pip install 'triton>={needed}'")
     elif (found := machine.versions.get("triton")) and parse_triton_version(found) < MIN_TRITON:
         yield _fatal(f"Triton {found} is older than {needed}", "install a newer torch, which brings its Triton")
+    elif found and (newer := untested(parse_triton_version(found))):
+        newest = ".".join(map(str, TESTED_TRITONS[-1]))
+        for name, reason in machine.lost.items():
+            yield Finding(
+                fatal=False,
+                text=f"{newer}, and {name} is lost: {reason}. Others serve, on a Hopper in up to 1.3 times the time",
+                next_step=f"pip install 'triton=={newest}.*' if your torch allows it",
+            )
+        yield Finding(fatal=False, text=f"{newer}; its kernels are tried", next_step="fa-autotune tune verifies them")
 
 
 def _launch_findings(machine: Machine) -> Iterator[Finding]:
     if machine.c_compiler is None:
         yield _fatal("no C compiler: Triton builds its launcher with one at the first call", "install gcc, or set CC")
-    if not machine.python_header.is_file():
+    if not os.path.isfile(machine.python_header):
         yield _fatal(
             f"{machine.python_header} is missing: Triton's launcher is built against it",
             "install Python's headers (python3-dev, python3-devel)",
@@ -315,19 +387,19 @@ def _gpu_findings(machine: Machine, gpus: tuple[GpuReport, ...]) -> Iterator[Fin
 
 
 def _folder_findings(machine: Machine) -> Iterator[Finding]:
-    if not _writable(machine.cache_dir):
+    if machine.cache_dir is not None and not _writable(machine.cache_dir):
         yield Finding(
             fatal=bool(machine.devices) or machine.interpreting,
             text=f"the cache folder {machine.cache_dir} can't be written: generated kernels are put there",
             next_step="set FA_AUTOTUNE_CACHE to a folder that can",
         )
-    elif reason := _others_may_write(machine.cache_dir):
+    elif machine.cache_dir is not None and (reason := _others_may_write(machine.cache_dir)):
         yield Finding(
             fatal=bool(machine.devices) or machine.interpreting,
             text=f"the cache folder is not used, since what is in it is run: {reason}",
             next_step="mend its rights if nobody else put anything there, or set FA_AUTOTUNE_CACHE to another folder",
         )
-    if not _writable(machine.database):
+    if machine.database is not None and not _writable(machine.database):
         yield Finding(
             fatal=False,
             text=f"the database {machine.database} can't be written: tuning has nowhere to put results",
@@ -360,6 +432,8 @@ def _writable(path: Path) -> bool:
 def show(report: DoctorReport) -> Iterator[str]:
     """Lines for people."""
     yield f"{report.verdict.value.upper()}: {report.summary}"
+    for gpu in report.gpus:
+        yield f"{gpu.name}: {_fast_variants(gpu)}"
     yield ""
     yield _line("versions", ", ".join(f"{name} {found or 'missing'}" for name, found in _shown(report.versions)))
     for index, gpu in enumerate(report.gpus):
@@ -373,11 +447,19 @@ def show(report: DoctorReport) -> Iterator[str]:
     for database in report.databases:
         state = f"{database.winners} winners" if database.exists else "not there yet"
         yield _line("your database" if database.source is Source.USER else "pack", f"{database.path}: {state}")
-    yield _line("cache folder", f"{report.cache_dir}{'' if report.cache_writable else ': not writable'}")
+    yield _line("cache folder", f"{report.cache_dir or 'unknown'}{'' if report.cache_writable else ': not writable'}")
     for finding in report.findings:
         yield ""
         yield f"{'PROBLEM' if finding.fatal else 'note'}: {finding.text}"
         yield f"  next: {finding.next_step}"
+
+
+def _fast_variants(gpu: GpuReport) -> str:
+    """Which variants beside the portable one this installation has, and which it has lost."""
+    fast = {name: reason for name, reason in gpu.variants.items() if not name.endswith(f"/{Variant.PORTABLE}")}
+    served = ", ".join(name for name, reason in fast.items() if reason is None)
+    lost = ", ".join(name for name in fast if name in gpu.lost)
+    return f"fast variants: {served or 'none'}{f'; lost: {lost}, as told below' if lost else ''}"
 
 
 def _shown(versions: Mapping[str, str | None]) -> Iterator[tuple[str, str | None]]:

@@ -8,6 +8,7 @@ import click
 
 from fa_autotune.cli.render import render_call
 from fa_autotune.cli.terminal import say
+from fa_autotune.cli.values import DatabaseFile
 from fa_autotune.dispatch.dispatcher import Dispatcher
 from fa_autotune.dispatch.shipped_kernels import find_shipped
 from fa_autotune.dispatch.winners import load_snapshot
@@ -33,7 +34,7 @@ _TRITON_PACKAGES = ("triton", "pytorch-triton-rocm", "pytorch-triton")
 @click.option(
     "--db",
     "db_path",
-    type=click.Path(path_type=Path),
+    type=DatabaseFile(),
     help="The database. [default: FA_AUTOTUNE_DB, or the user's own]",
 )
 @click.option("--backward", is_flag=True, help="The whole backward: split or fused, why, and its kernels.")

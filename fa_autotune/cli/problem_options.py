@@ -1,11 +1,13 @@
 """The options by which `tune` and `bench` name problems."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from fa_autotune.cli.values import WholeNumber
 from fa_autotune.problem.family import DType
 from fa_autotune.problem.models import (
     DEFAULT_SEQLENS,
@@ -33,7 +35,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     click.option(
         "--batch-size",
-        type=click.IntRange(min=1),
+        type=WholeNumber(min=1),
         help=f"Batch for --model and --hf-config. [default: {DEFAULT_TOKENS} tokens in all]",
     ),
     click.option("--dtype", type=click.Choice(list(_DTYPES)), help="For --model and --hf-config. [default: bf16]"),
@@ -74,7 +76,6 @@ def named_problems(
 
 
 def _lengths(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is not lengths like 512,2048", param_hint="--seqlens") from None
+    if not re.fullmatch(r"[0-9]{1,10}(,[0-9]{1,10})*", text.replace(" ", "")):
+        raise click.BadParameter(f"{text!r} is not lengths like 512,2048", param_hint="--seqlens")
+    return [int(word) for word in text.replace(" ", "").split(",")]

@@ -18,7 +18,7 @@ from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.config import KernelConfig, with_knobs
 from fa_autotune.space.registry import VARIANTS, VariantSpec, variant_spec
 from fa_autotune.space.seeds import default_config
-from fa_autotune.space.support import GLUON_TRITONS
+from fa_autotune.space.support import MIN_TRITON
 
 DEFAULT_DEVICE = "h200"
 KERNEL = OutputKind(name="a kernel that fa-autotune wrote", is_one=lambda head: head.startswith(GENERATED_BY.encode()))
@@ -99,7 +99,7 @@ def default_variant(family: AttentionFamily) -> Variant:
     found = [spec for spec in VARIANTS if spec.kernel_pass is family.kernel_pass]
     if any(spec.variant is Variant.PORTABLE for spec in found):
         return Variant.PORTABLE
-    served = [spec.variant for spec in found if spec.supports(family, "sm_90", GLUON_TRITONS[0]) is None]
+    served = [spec.variant for spec in found if spec.supports(family, "sm_90", MIN_TRITON) is None]
     return served[0] if served else found[0].variant
 
 

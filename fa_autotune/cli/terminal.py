@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import click
 
-PIPED_WIDTH = 240  # columns of a table that no terminal shows
+PIPED_WIDTH = 240  # columns of a table that no terminal shows, unless COLUMNS says otherwise
 _GAP = 2  # columns between two cells
 _LONGEST_WORD = 28  # a longer one may be broken
 _COMFORT = 24  # rather leave out a column than break another's cells into shorter lines
@@ -33,7 +33,13 @@ def say(text: str, *, err: bool = False) -> None:
 
 def terminal_width(*, err: bool = False) -> int | None:
     """Columns of the terminal that shows stdout or stderr; None if that is a pipe or a file."""
-    return shutil.get_terminal_size().columns if (sys.stderr if err else sys.stdout).isatty() else None
+    stream = sys.stderr if err else sys.stdout
+    return shutil.get_terminal_size().columns if stream is not None and stream.isatty() else None
+
+
+def _table_width() -> int:
+    """Columns for a table: the terminal's, or in a pipe what COLUMNS says, or as many as most rows need."""
+    return terminal_width() or shutil.get_terminal_size((PIPED_WIDTH, 0)).columns
 
 
 def wrapped(line: str, width: int) -> str:
@@ -70,10 +76,11 @@ def print_table(
     if alike:
         say(" · ".join(f"{name} {cells[0][columns.index(name)]}" for name in alike))
     table = {name: [row[place] for row in cells] for place, name in enumerate(columns) if name not in alike}
-    layout = fit(table, terminal_width() or PIPED_WIDTH, optional)
+    layout = fit(table, _table_width(), optional)
     _print_rich({name: table[name] for name in layout.widths}, layout.widths, last_apart=last_apart)
     if layout.left_out:
-        say(f"left out for want of room: {', '.join(layout.left_out)}; a wider terminal or a pipe shows them")
+        left_out = ", ".join(layout.left_out)
+        say(f"left out for want of room: {left_out}; a wider terminal, COLUMNS={PIPED_WIDTH} or --json shows them")
 
 
 def fit(table: dict[str, list[str]], width: int, optional: Sequence[str] = ()) -> Layout:

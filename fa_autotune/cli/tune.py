@@ -1,6 +1,7 @@
 """`fa-autotune tune`: search the fastest kernels for this machine's GPU, and show how it goes."""
 
 import json
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import click
 
 from fa_autotune.cli.problem_options import named_problems, problem_options
 from fa_autotune.cli.terminal import print_table, say
+from fa_autotune.cli.values import DatabaseFile, WholeNumber
 from fa_autotune.problem.device import INTERPRETER_ARCH
 from fa_autotune.problem.passes import parse_passes
 from fa_autotune.problem.problem import AttentionProblem
@@ -41,19 +43,19 @@ _INTERPRETER_BANNER = (
     show_default=True,
     help="Kernels to tune, separated by commas: fwd, bwd (all of the backward), or single ones, such as bwd_dkdv.",
 )
-@click.option("--trials", type=click.IntRange(min=1), help="Candidates measured per problem. [default: 96]")
+@click.option("--trials", type=WholeNumber(min=1), help="Candidates measured per problem. [default: 96]")
 @click.option("--time-budget", help="For all problems together, such as 90s, 10m or 1h30m. [default: none]")
-@click.option("--gpu", "gpu_index", type=click.IntRange(min=0), help="Index of the GPU. [default: 0]")
+@click.option("--gpu", "gpu_index", type=WholeNumber(min=0), help="Index of the GPU. [default: 0]")
 @click.option(
     "--db",
     "db_path",
-    type=click.Path(path_type=Path),
+    type=DatabaseFile(),
     help="The database. [default: FA_AUTOTUNE_DB, or the user's own]",
 )
 @click.option(
     "--resume", is_flag=True, help="Go on with a job that was killed: what was tried counts, nothing is repeated."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the search.")
+@click.option("--seed", type=WholeNumber(), default=0, show_default=True, help="Seed of the search.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document; progress goes to stderr.")
 @click.pass_context
 def tune_command(
@@ -289,7 +291,8 @@ def _closing(progress: _Progress, database: Path | None) -> str:
     won = sum(bool(result.winners) for result in progress.results)
     text = f"{won} of {progress.total} problems have winners in {database}; {progress.evaluated} candidates were tried."
     if won:
-        text += f" `fa-autotune db winners{'' if database == database_path() else f' --db {database}'}` shows them."
+        where = "" if database == database_path() else f" --db {shlex.quote(str(database))}"
+        text += f" `fa-autotune db winners{where}` shows them."
     if progress.state == "interrupted":
         usable = "The winners are usable now; the" if won else "The"
         text = f"Interrupted. {text} {usable} same command with --resume goes on and repeats nothing."

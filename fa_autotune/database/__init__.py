@@ -1,7 +1,8 @@
 """The tuning database: one SQLite file of trials, measurements and winners. The only door to sqlite_utils.
 
-`store` has the verbs; `entries` what goes in and out; `rows` what a row may hold; `migrations` the schema;
-`connection` how a file is opened; `writing` and `packs` how rows get into a database.
+`store` has the verbs; `entries` what goes in and out; `rows` what a row may hold; `reader` how a file is read, by
+everybody; `migrations` the schema; `connection` how a file is opened to write; `writing` and `packs` how rows get into
+a database; `sqlite_errors` what its errors mean.
 
 Importing this package loads nothing heavy: each name below is imported when it is first used.
 """

@@ -10,6 +10,7 @@ from fa_autotune.database.entries import utc_now
 from fa_autotune.database.rows import utc_text
 from fa_autotune.database.writing import Values
 
+_MAX_PID = 2**31
 _LEASE = timedelta(days=1)  # a session of another host that saved nothing for so long counts as dead
 
 
@@ -19,20 +20,28 @@ def process_values() -> Values:
 
 
 def interrupt_dead_sessions(connection: sqlite3.Connection) -> None:
-    """Mark the running sessions whose process has ended as interrupted, at the time of their last trial."""
+    """Mark the running sessions whose process has ended as interrupted, at the time of their last trial.
+
+    What a session that is not running had claimed is free again.
+    """
     running = """
-        SELECT id, host, pid, process_start, max(started_at, ifnull((
-            SELECT max(ended_at) FROM trials WHERE trials.session_id = sessions.id), '')) AS last_seen
+        SELECT id, host, pid, process_start, max(
+            started_at,
+            ifnull((SELECT max(ended_at) FROM trials WHERE trials.session_id = sessions.id), ''),
+            ifnull((SELECT max(claimed_at) FROM claims WHERE claims.session_id = sessions.id), '')) AS last_seen
         FROM sessions WHERE state = 'running'"""
     for row in connection.execute(running).fetchall():
         if not _is_alive(row):
             statement = "UPDATE sessions SET state = 'interrupted', ended_at = ? WHERE id = ?"
             connection.execute(statement, (row["last_seen"], row["id"]))
+    connection.execute("DELETE FROM claims WHERE session_id IN (SELECT id FROM sessions WHERE state <> 'running')")
 
 
 def _is_alive(row: sqlite3.Row) -> bool:
     if row["host"] != socket.gethostname():
         return str(row["last_seen"]) > utc_text(utc_now() - _LEASE)
+    if type(row["pid"]) is not int or not 0 < row["pid"] < _MAX_PID:  # of no process
+        return False
     try:
         os.kill(row["pid"], 0)
     except ProcessLookupError:

@@ -239,6 +239,29 @@ def m001_initial(db: Database) -> None:
         db.execute(statement)
 
 
+_M002 = (
+    """CREATE TABLE claims (
+        id INTEGER PRIMARY KEY,
+        problem_id INTEGER NOT NULL REFERENCES problems (id),
+        device_id INTEGER NOT NULL REFERENCES devices (id),
+        toolchain_id INTEGER NOT NULL REFERENCES toolchains (id),
+        session_id INTEGER NOT NULL REFERENCES sessions (id),
+        claimed_at TEXT NOT NULL,
+        UNIQUE (problem_id, device_id, toolchain_id)
+    ) STRICT""",
+    "CREATE INDEX idx_claims_device_id ON claims (device_id)",
+    "CREATE INDEX idx_claims_toolchain_id ON claims (toolchain_id)",
+    "CREATE INDEX idx_claims_session_id ON claims (session_id)",
+)
+
+
+@migrations()
+def m002_claims(db: Database) -> None:
+    """Which running session works on which problem."""
+    for statement in _M002:
+        db.execute(statement)
+
+
 def migrate(db: Database) -> None:
     """Bring a database to SCHEMA_VERSION, all or nothing. The caller keeps other processes away."""
     db.execute("BEGIN IMMEDIATE")

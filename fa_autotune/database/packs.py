@@ -3,48 +3,21 @@
 import os
 import sqlite3
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 from fa_autotune.database import writing
 from fa_autotune.database.connection import open_writable, transaction
-from fa_autotune.database.entries import ImportSummary, KernelRow, MeasurementRow, SessionRow, TrialRow
-from fa_autotune.database.migrations import WINNERS_SQL
-from fa_autotune.database.rows import (
-    COLUMNS,
-    Row,
-    device_from,
-    kernel_from,
-    measurement_from,
-    problem_from,
-    record_from,
-    session_from,
-    toolchain_from,
-    trial_from,
-)
+from fa_autotune.database.entries import ImportSummary, MeasurementRow, TrialRow
+from fa_autotune.database.reader import PARENTS, Content, Refers, required, winning
 from fa_autotune.database.schema import APPLICATION_ID
-from fa_autotune.errors import DatabaseError, InvalidPackError
+from fa_autotune.errors import DatabaseError
 from fa_autotune.files import OutputKind, output_path, put_in_place
-from fa_autotune.problem.device import DeviceSpec, Toolchain
+from fa_autotune.problem.device import DeviceSpec
 from fa_autotune.problem.family import canonical_json
-from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import Role, TrialStatus
-
-ParsedT = TypeVar("ParsedT")
-Refers = Mapping[str, int | None]  # column → the id that a row refers to, in its own database
-
-_PARENTS = {
-    "device_id": "devices",
-    "toolchain_id": "toolchains",
-    "problem_id": "problems",
-    "session_id": "sessions",
-    "parent_id": "sessions",
-    "kernel_id": "kernels",
-    "trial_id": "trials",
-}
 
 
 def _is_pack(head: bytes) -> bool:
@@ -55,39 +28,6 @@ def _is_pack(head: bytes) -> bool:
 PACK = OutputKind(name="a pack, which a database in use (WAL) is not", is_one=_is_pack, error=DatabaseError)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
-    """A database's tuning records, parsed, by their ids there. Misses and portfolios don't travel."""
-
-    devices: Mapping[int, tuple[DeviceSpec, Refers]]
-    toolchains: Mapping[int, tuple[Toolchain, Refers]]
-    problems: Mapping[int, tuple[AttentionProblem, Refers]]
-    sessions: Mapping[int, tuple[SessionRow, Refers]]
-    kernels: Mapping[int, tuple[KernelRow, Refers]]
-    trials: Mapping[int, tuple[TrialRow, Refers]]
-    measurements: Mapping[int, tuple[MeasurementRow, Refers]]
-
-
-def read_content(connection: sqlite3.Connection) -> Content:
-    """Read and parse every record; InvalidPackError at the first row that is not one of ours."""
-    connection.execute("BEGIN")  # one moment's view, though others may write
-    try:
-        content = Content(
-            devices=_read_table(connection, "devices", device_from),
-            toolchains=_read_table(connection, "toolchains", toolchain_from),
-            problems=_read_table(connection, "problems", problem_from),
-            sessions=_read_table(connection, "sessions", session_from),
-            kernels=_read_table(connection, "kernels", kernel_from),
-            trials=_read_table(connection, "trials", trial_from),
-            measurements=_read_table(connection, "measurements", measurement_from),
-        )
-    finally:
-        connection.rollback()
-    _check_references(content)
-    _check_records(content)
-    return content
-
-
 def of_device(content: Content, device: DeviceSpec) -> Content:
     """The trials of one device."""
     keep = {key for key, (spec, _) in content.devices.items() if spec.fingerprint == device.fingerprint}
@@ -95,15 +35,15 @@ def of_device(content: Content, device: DeviceSpec) -> Content:
     return replace(content, trials=trials, measurements=_of_trials(content, trials))
 
 
-def of_winners(content: Content, connection: sqlite3.Connection) -> Content:
+def of_winners(content: Content) -> Content:
     """The winners and the finalists that they beat: the ok trials of the winners' confirm sessions, so measured."""
-    finals = {_final(content, row["trial_id"], row["session_id"]) for row in connection.execute(WINNERS_SQL)}
+    finals = {_final(content, key) for key in winning(content)}
     measurements = {
         key: (row, refers)
         for key, (row, refers) in content.measurements.items()
         if row.measurement.role is Role.CONFIRM
-        and _trial(content, refers).status is TrialStatus.OK
-        and _final(content, refers["trial_id"], refers["session_id"]) in finals
+        and content.trial_of(key)[0].status is TrialStatus.OK
+        and _final(content, key) in finals
     }
     timed = {refers["trial_id"] for _, refers in measurements.values()}
     trials = {key: entry for key, entry in content.trials.items() if key in timed}
@@ -185,7 +125,7 @@ class _Writer:
                 )
 
     def _new(self, column: str, refers: Refers) -> int:
-        table, key = _PARENTS[column], refers[column]
+        table, key = PARENTS[column], refers[column]
         assert key is not None  # only a session's parent may be absent
         if (table, key) not in self.new_ids:
             self.new_ids[table, key] = self._put(table, key)
@@ -208,89 +148,33 @@ class _Writer:
         return writing.put_session(self.connection, session, **ids)
 
 
-def _read_table(
-    connection: sqlite3.Connection, table: str, parse: Callable[[Row], ParsedT]
-) -> dict[int, tuple[ParsedT, Refers]]:
-    columns = COLUMNS[table]
-    found: dict[int, tuple[ParsedT, Refers]] = {}
-    for values in connection.execute(f"SELECT {', '.join(columns)} FROM {table}"):
-        row = dict(zip(columns, values, strict=True))
-        if type(row["id"]) is not int:
-            raise InvalidPackError(f"{table} has a row without an integer id; get the file from a source you trust")
-        try:
-            parsed = parse(row)
-        except InvalidPackError as error:
-            raise InvalidPackError(f"{error}; nothing was imported, get the file from a source you trust") from None
-        found[row["id"]] = parsed, {name: row[name] for name in columns if name in _PARENTS}
-    return found
-
-
-def _check_references(content: Content) -> None:
-    for table in ("sessions", "kernels", "trials", "measurements"):
-        for key, (_, refers) in getattr(content, table).items():
-            for column, parent in refers.items():
-                is_absent = parent is None and column == "parent_id"
-                if not is_absent and (type(parent) is not int or parent not in getattr(content, _PARENTS[column])):
-                    raise InvalidPackError(
-                        f"{table} row {key}: {column} refers to no row of {_PARENTS[column]}; nothing was imported, "
-                        "get the file from a source you trust"
-                    )
-
-
-def _check_records(content: Content) -> None:
-    """Every trial must make a record, on a device of the arch that its kernel was compiled for."""
-    measured = {refers["trial_id"]: row for row, refers in content.measurements.values()}
-    for key, (trial, refers) in content.trials.items():
-        kernel, device = content.kernels[_id(refers, "kernel_id")][0], content.devices[_id(refers, "device_id")][0]
-        problem = content.problems[_id(refers, "problem_id")][0]
-        try:
-            record_from(kernel, problem, trial, measured.get(key))
-            if kernel.arch != device.arch:
-                raise InvalidPackError(f"its kernel is for {kernel.arch}, its device has {device.arch}")
-        except InvalidPackError as error:
-            raise InvalidPackError(
-                f"trials row {key}: {error}; nothing was imported, get the file from a source you trust"
-            ) from None
-
-
-def _id(refers: Refers, column: str) -> int:
-    key = refers[column]
-    assert key is not None
-    return key
-
-
-def _trial(content: Content, refers: Refers) -> TrialRow:
-    return content.trials[_id(refers, "trial_id")][0]
-
-
 def _of_trials(
     content: Content, trials: Mapping[int, tuple[TrialRow, Refers]]
 ) -> dict[int, tuple[MeasurementRow, Refers]]:
     return {key: entry for key, entry in content.measurements.items() if entry[1]["trial_id"] in trials}
 
 
-def _final(content: Content, trial_id: int | None, session_id: int | None) -> tuple[object, ...]:
-    """What a winner and the finalists that it beat have in common. Empty for a trial that was filtered out."""
-    if trial_id is None or trial_id not in content.trials:
-        return ()
-    refers = content.trials[trial_id][1]
-    variant = content.kernels[_id(refers, "kernel_id")][0].candidate.variant
+def _final(content: Content, measurement_id: int) -> tuple[object, ...]:
+    """What a winner and the finalists that it beat have in common."""
+    refers = content.trial_of(measurement_id)[1]
+    variant = content.kernels[required(refers, "kernel_id")][0].candidate.variant
+    session_id = content.measurements[measurement_id][1]["session_id"]
     return session_id, refers["device_id"], refers["problem_id"], variant
 
 
 def _sort_key(content: Content, trial_id: int) -> tuple[str, ...]:
     """Equal contents are written in equal order, whatever order they were measured in."""
     trial, refers = content.trials[trial_id]
-    device = content.devices[_id(refers, "device_id")][0].fingerprint
-    problem = content.problems[_id(refers, "problem_id")][0].key
-    kernel, kernel_refers = content.kernels[_id(refers, "kernel_id")]
-    toolchain = content.toolchains[_id(kernel_refers, "toolchain_id")][0]
+    device = content.devices[required(refers, "device_id")][0].fingerprint
+    problem = content.problems[required(refers, "problem_id")][0].key
+    kernel, kernel_refers = content.kernels[required(refers, "kernel_id")]
+    toolchain = content.toolchains[required(kernel_refers, "toolchain_id")][0]
     return device, problem, canonical_json(writing.kernel_identity(kernel)), str(toolchain), trial.ended_at
 
 
 def _measurement_sort_key(content: Content, key: int) -> tuple[str, ...]:
     row, refers = content.measurements[key]
-    return (*_sort_key(content, _id(refers, "trial_id")), row.measured_at, row.measurement.role.value)
+    return (*_sort_key(content, required(refers, "trial_id")), row.measured_at, row.measurement.role.value)
 
 
 def _counts(connection: sqlite3.Connection, tables: tuple[str, ...]) -> dict[str, int]:

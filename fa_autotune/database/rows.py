@@ -4,7 +4,6 @@ Rows may come from a foreign file, so every value is checked for its type, lengt
 InvalidPackError names the table, the row and the rule that it breaks.
 """
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,6 @@ from typing import Any, TypeVar
 from fa_autotune.database.entries import (
     CompileStatus,
     KernelRow,
-    LeaderboardEntry,
     MeasurementRow,
     Miss,
     RejectionCount,
@@ -24,17 +22,22 @@ from fa_autotune.database.entries import (
     SessionRow,
     SessionState,
     TrialRow,
-    Winner,
     utc_now,
 )
 from fa_autotune.errors import FaAutotuneError, InvalidPackError
 from fa_autotune.problem.device import DeviceSpec, Toolchain
-from fa_autotune.problem.family import AttentionFamily, canonical_json
+from fa_autotune.problem.family import (
+    FAMILY_OPTIONS,
+    SHAPE_OPTIONS,
+    AttentionFamily,
+    canonical_json,
+    parse_json,
+)
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import AccuracyReport, Measurement, Regime, ResourceReport, Role, TrialRecord, TrialStatus
 from fa_autotune.space.candidate import Candidate, CompileForm, Variant
 from fa_autotune.space.config import config_from_key
-from fa_autotune.space.registry import variant_spec
+from fa_autotune.space.registry import compile_form, variant_spec
 
 Row = Mapping[str, Any]
 EnumT = TypeVar("EnumT", bound=StrEnum)
@@ -44,26 +47,31 @@ MAX_KEY = 4_000  # characters of a canonical key
 MAX_ERROR = 8_000  # characters kept of an error's text
 MAX_ARGUMENTS = 100_000  # characters of a session's arguments
 MAX_NOTES = 50  # compiler warnings, accuracy failures
+MIN_TIME_MS = 1e-6
 MAX_TIME_MS = 1e9
 _MAX_INT = 2**62
-_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
-_ARCH = re.compile(r"sm_[1-9]\d{1,2}|gfx[0-9a-f]{3,5}|interpreter")
+_TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\.[0-9]{6}Z")
+_ARCH = re.compile(r"sm_[1-9][0-9]{1,2}|gfx[0-9a-f]{3,5}|interpreter")
 _WORD = re.compile(r"[0-9A-Za-z_-]{1,128}")  # nothing that could lead a path elsewhere
 
-# The columns that are read of each table, without the generated and the flattened ones: their keys say it all.
+# The columns that are read of each table. Those that say once more what a key says must say the same.
 COLUMNS: dict[str, tuple[str, ...]] = {
     "devices": (
         *("id", "fingerprint", "name", "arch", "num_sms", "smem_optin_bytes", "smem_per_sm_bytes", "l2_bytes"),
         *("memory_gb", "regs_per_sm", "max_threads_per_sm", "warp_size"),
     ),
     "toolchains": ("id", "triton", "cuda", "driver"),
-    "problems": ("id", "key"),
+    "problems": (
+        *("id", "key", "kernel_pass", "dtype", "head_dim", "head_dim_v", "bounded_right", "access"),
+        *("batch_size", "num_q_heads", "num_kv_heads", "seqlen_q", "seqlen_k"),
+    ),
     "sessions": (
         *("id", "uid", "kind", "state", "device_id", "toolchain_id", "parent_id", "torch", "power_limit_w"),
         *("arguments", "started_at", "ended_at"),
     ),
     "kernels": (
-        *("id", "digest", "arch", "form", "toolchain_id", "variant", "family", "config", "compile_status"),
+        *("id", "digest", "arch", "form", "toolchain_id", "kernel_pass", "variant", "family", "config"),
+        *("block_m", "block_n", "num_warps", "num_stages", "maxnreg", "compile_status"),
         *("registers", "spill_bytes", "smem_bytes", "compile_s", "compile_warnings"),
     ),
     "trials": (
@@ -125,7 +133,9 @@ def problem_from(row: Row) -> AttentionProblem:
     """Parse a row of `problems`."""
     with _naming("problems", row):
         key = _text(row, "key", MAX_KEY)
-        return _canonical("key", key, AttentionProblem.from_key(key))
+        problem = _canonical("key", key, AttentionProblem.from_key(key))
+        _require_agreement(row, problem_columns(problem), "key")
+        return problem
 
 
 def candidate_from(family: AttentionFamily, row: Row) -> Candidate:
@@ -134,7 +144,7 @@ def candidate_from(family: AttentionFamily, row: Row) -> Candidate:
     parse: Callable[[Any, str], Any] = config_from_key
     text = _text(row, "config", MAX_KEY)
     config = parse(variant_spec(family.kernel_pass, variant).config_type, text)
-    if canonical_json(json.loads(text)) != text:  # not config_key: an older release knew fewer fields
+    if canonical_json(parse_json(text)) != text:  # not config_key: an older release knew fewer fields
         raise InvalidPackError(f"config={text!r} is not in canonical form")
     return Candidate(family=family, variant=variant, config=config)
 
@@ -143,14 +153,32 @@ def kernel_from(row: Row) -> KernelRow:
     """Parse a row of `kernels`."""
     with _naming("kernels", row):
         key = _text(row, "family", MAX_KEY)
+        candidate = candidate_from(_canonical("family", key, AttentionFamily.from_key(key)), row)
+        _require_agreement(row, knob_columns(candidate), "config")
+        if row["form"] != compile_form(candidate.family):
+            raise InvalidPackError(f"form={_short(row['form'])} does not serve access={candidate.family.access.value}")
         return KernelRow(
-            candidate=candidate_from(_canonical("family", key, AttentionFamily.from_key(key)), row),
+            candidate=candidate,
             arch=_match(row, "arch", _ARCH),
             form=_enum(row, "form", CompileForm),
             digest=None if row["digest"] is None else _match(row, "digest", _WORD),
             compile_status=_enum(row, "compile_status", CompileStatus),
             resources=_resources_from(row),
         )
+
+
+def problem_columns(problem: AttentionProblem) -> dict[str, str | int]:
+    """What the key of a problem says, once more in columns, for people and queries; an option is in the key alone."""
+    family = {name: value for name, value in problem.family.as_json().items() if name not in FAMILY_OPTIONS}
+    shape = {name: value for name, value in problem.shape.as_json().items() if name not in SHAPE_OPTIONS}
+    return {"kernel_pass": family.pop("pass"), **family, **shape}
+
+
+def knob_columns(candidate: Candidate) -> dict[str, str | int | None]:
+    """What a candidate's keys say, once more in columns; a knob that it lacks is NULL."""
+    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "maxnreg")
+    knobs = {name.lower(): getattr(candidate.config, name, None) for name in names}
+    return {"kernel_pass": candidate.family.kernel_pass.value, **knobs}
 
 
 def trial_from(row: Row) -> TrialRow:
@@ -182,6 +210,10 @@ def measurement_from(row: Row) -> MeasurementRow:
             power_w=_opt(_float, row, "power_w"),
             temperature_c=None if row["temperature_c"] is None else _int(row, "temperature_c", -300, 1000),
         )
+        if not measurement.p20_ms <= measurement.median_ms <= measurement.p80_ms:
+            raise InvalidPackError(
+                f"median_ms={measurement.median_ms} is not between {measurement.p20_ms} and {measurement.p80_ms}"
+            )
         return MeasurementRow(measurement=measurement, measured_at=_time(row, "measured_at"))
 
 
@@ -203,8 +235,8 @@ def session_from(row: Row) -> SessionRow:
 def arguments_from(row: Row) -> dict[str, Any]:
     """Parse a session's arguments, a JSON object."""
     try:
-        arguments = json.loads(_long_text(row, "arguments", MAX_ARGUMENTS))
-    except (ValueError, RecursionError) as error:
+        arguments = parse_json(_long_text(row, "arguments", MAX_ARGUMENTS))
+    except ValueError as error:
         raise InvalidPackError(f"arguments are not JSON: {error}") from None
     if not isinstance(arguments, dict):
         raise InvalidPackError("arguments are not a JSON object")
@@ -212,12 +244,16 @@ def arguments_from(row: Row) -> dict[str, Any]:
 
 
 def record_from(
-    kernel: KernelRow, problem: AttentionProblem, trial: TrialRow, measured: MeasurementRow | None
+    kernel: KernelRow, problem: AttentionProblem, device: DeviceSpec, trial: TrialRow, measured: MeasurementRow | None
 ) -> TrialRecord:
     """Put a record together. Only an OK one has a measurement, even if the trial was timed before it failed."""
+    if kernel.arch != device.arch:
+        raise InvalidPackError(f"its kernel is for {kernel.arch}, its device has {device.arch}")
     is_ok = trial.status is TrialStatus.OK
     if is_ok and measured is None:
         raise InvalidPackError("a trial has status ok, but no measurement; ok says that it was timed")
+    if is_ok and kernel.digest is None:
+        raise InvalidPackError("a trial has status ok, but its kernel no digest; ok says that it was rendered")
     if kernel.candidate.family != problem.family:
         raise InvalidPackError(
             f"a trial has a kernel of family {kernel.candidate.family.label} on problem {problem.label}"
@@ -238,40 +274,6 @@ def record_from(
 
 
 # --- rows of the views ------------------------------------------------------------------------------------------------
-
-
-def winner_from(row: Row) -> Winner:
-    """Parse a row of `winners`."""
-    with _naming("winners", {"id": row["trial_id"]}):
-        problem = view_problem(row)
-        return Winner(
-            candidate=candidate_from(problem.family, row),
-            problem=problem,
-            device_arch=_match(row, "device_arch", _ARCH),
-            device_name=_text(row, "device_name"),
-            toolchain=toolchain_from({**row, "id": "of it"}, row["torch"]),
-            kernel_digest=None if row["kernel_digest"] is None else _match(row, "kernel_digest", _WORD),
-            form=_enum(row, "form", CompileForm),
-            confirmed_at=parse_time(_time(row, "confirmed_at")),
-            session_id=_int(row, "session_id"),
-            **_timed(row),
-        )
-
-
-def leaderboard_from(row: Row) -> LeaderboardEntry:
-    """Parse a row of `leaderboard`."""
-    with _naming("leaderboard", {"id": row["trial_id"]}):
-        problem = view_problem(row)
-        return LeaderboardEntry(
-            position=_int(row, "position"),
-            candidate=candidate_from(problem.family, row),
-            problem=problem,
-            triton=_text(row, "triton"),
-            role=_enum(row, "role", Role),
-            early_stopped=bool(_int(row, "early_stopped")),
-            compile_s=_opt(_float, row, "compile_s"),
-            **_timed(row),
-        )
 
 
 def rejection_from(row: Row) -> RejectionCount:
@@ -302,18 +304,6 @@ def view_problem(row: Row) -> AttentionProblem:
     """Parse `problem_key` of a view's row."""
     key = _text(row, "problem_key", MAX_KEY)
     return _canonical("problem_key", key, AttentionProblem.from_key(key))
-
-
-def _timed(row: Row) -> dict[str, Any]:
-    """What winners and leaderboard share."""
-    return {
-        "device_fingerprint": _text(row, "device_fingerprint"),
-        "regime": _enum(row, "regime", Regime),
-        **{name: positive_ms(row, name) for name in ("median_ms", "p20_ms", "p80_ms")},
-        **{name: _opt(_int, row, name) for name in ("registers", "spill_bytes", "smem_bytes")},
-        "max_error_ratio": _opt(_float, row, "max_error_ratio"),
-        "trial_id": _int(row, "trial_id"),
-    }
 
 
 # --- parts of a row ---------------------------------------------------------------------------------------------------
@@ -349,7 +339,9 @@ def _naming(table: str, row: Row) -> Iterator[None]:
         yield
     except FaAutotuneError as error:
         text = " ".join(clean_text(str(error), 600).split())
-        raise InvalidPackError(f"{table} row {row['id']}: {text}") from None
+        key = str(row["id"])[:40]
+        key = key if key.isprintable() else _short(key)
+        raise InvalidPackError(f"{table} row {key}: {text}") from None
 
 
 def _text(row: Row, name: str, limit: int = MAX_NAME) -> str:
@@ -395,10 +387,10 @@ def _float(row: Row, name: str, low: float = 0.0) -> float:
 
 
 def positive_ms(row: Row, name: str) -> float:
-    """A time in milliseconds: finite, above 0 and of a size that someone waited for."""
+    """A time in milliseconds: no less than a clock tells, and of a size that someone waited for."""
     value = _float(row, name)
-    if not 0.0 < value < MAX_TIME_MS:
-        raise InvalidPackError(f"{name}={value} is not a time between 0 and {MAX_TIME_MS:g} ms")
+    if not MIN_TIME_MS <= value < MAX_TIME_MS:
+        raise InvalidPackError(f"{name}={value} is not a time from {MIN_TIME_MS:g} to {MAX_TIME_MS:g} ms")
     return value
 
 
@@ -420,8 +412,8 @@ def parse_time(text: str) -> datetime:
 
 def _notes(row: Row, name: str) -> tuple[str, ...]:
     try:
-        notes = json.loads(_long_text(row, name, MAX_NOTES * (6 * MAX_NAME + 4)))
-    except (ValueError, RecursionError) as error:
+        notes = parse_json(_long_text(row, name, MAX_NOTES * (6 * MAX_NAME + 4)))
+    except ValueError as error:
         raise InvalidPackError(f"{name} is not JSON: {error}") from None
     if not isinstance(notes, list) or not all(
         isinstance(note, str) and clean_text(note, MAX_NAME) == note for note in notes
@@ -435,6 +427,12 @@ ValueT = TypeVar("ValueT")
 
 def _opt(parse: Callable[[Row, str], ValueT], row: Row, name: str) -> ValueT | None:
     return None if row[name] is None else parse(row, name)
+
+
+def _require_agreement(row: Row, columns: Mapping[str, object], key: str) -> None:
+    for name, value in columns.items():
+        if row[name] != value or isinstance(row[name], float):
+            raise InvalidPackError(f"{name}={_short(row[name])} is not {value!r}, as its {key} says")
 
 
 KeyedT = TypeVar("KeyedT", AttentionProblem, AttentionFamily)

@@ -3,15 +3,16 @@
 import json
 import re
 import sqlite3
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 from uuid import uuid4
 
 from fa_autotune.database import packs, writing
-from fa_autotune.database.connection import MEMORY, TABLES, open_read_only, open_writable, transaction, translated
+from fa_autotune.database.connection import open_writable, transaction
 from fa_autotune.database.entries import (
     JSON,
     DatabaseInfo,
@@ -28,29 +29,38 @@ from fa_autotune.database.entries import (
     Winner,
 )
 from fa_autotune.database.liveness import interrupt_dead_sessions, process_values
-from fa_autotune.database.migrations import LEADERBOARD_SQL, REJECTIONS_SQL, WINNERS_SQL
+from fa_autotune.database.migrations import REJECTIONS_SQL
 from fa_autotune.database.places import FilesInPlace
+from fa_autotune.database.reader import (
+    EVERYTHING,
+    MEMORY,
+    TABLES,
+    WINNERS,
+    Content,
+    Reader,
+    Selection,
+    newest_measurements,
+    open_reader,
+    read_content,
+    required,
+    selection,
+    winner_of,
+    winning,
+)
 from fa_autotune.database.rows import (
-    COLUMNS,
     Row,
     arguments_from,
     device_from,
-    kernel_from,
-    leaderboard_from,
-    measurement_from,
     miss_from,
     now_text,
     parse_time,
-    problem_from,
-    record_from,
     rejection_from,
     session_from,
     toolchain_from,
-    trial_from,
     utc_text,
-    winner_from,
 )
 from fa_autotune.database.schema import SCHEMA_VERSION
+from fa_autotune.database.sqlite_errors import translated
 from fa_autotune.database.text import to_json
 from fa_autotune.database.writing import (
     Values,
@@ -62,35 +72,24 @@ from fa_autotune.database.writing import (
     toolchain_values,
     trial_of,
 )
-from fa_autotune.errors import DatabaseError, InvalidProblemError
+from fa_autotune.errors import DatabaseError, InvalidPackError, InvalidProblemError
 from fa_autotune.files import OutputKind, write_output
 from fa_autotune.paths import expanded, users_databases
 from fa_autotune.problem.device import DeviceSpec, Toolchain
 from fa_autotune.problem.family import canonical_json
 from fa_autotune.problem.problem import AttentionProblem
-from fa_autotune.records import TrialRecord, TrialStatus
+from fa_autotune.records import Measurement, Role, TrialRecord, TrialStatus
 from fa_autotune.space.candidate import Variant
 
-EntryT = TypeVar("EntryT")
 JSON_TEXT = OutputKind(
     name="text of `fa-autotune db export --text`",
     is_one=lambda head: re.match(rb'{\n "schema": \d+,\n "(trials|winners)": \[', head) is not None,
     error=DatabaseError,
 )
-_JOINED = ("trials", "kernels", "problems", "devices", "toolchains", "sessions", "measurements")
-_TRIALS_SQL = f"""
-SELECT {", ".join(f"{table}.{column}" for table in _JOINED for column in COLUMNS[table])}
-FROM trials
-JOIN kernels ON kernels.id = trials.kernel_id
-JOIN problems ON problems.id = trials.problem_id
-JOIN devices ON devices.id = trials.device_id
-JOIN toolchains ON toolchains.id = kernels.toolchain_id
-JOIN sessions ON sessions.id = trials.session_id
-LEFT JOIN measurements ON measurements.id = (
-    SELECT newest.id FROM measurements AS newest WHERE newest.trial_id = trials.id
-    ORDER BY newest.role = 'screen' DESC, newest.measured_at DESC, newest.id DESC LIMIT 1
-)
-"""
+_REJECTION_COLUMNS = ("device_fingerprint", "problem_key", "variant", "status", "constraint_name", "trials")
+_MISS_COLUMNS = ("id", "problem_key", "device_fingerprint", "count", "last_seen")
+_MISSES_SQL = """SELECT misses.id, problems.key AS problem_key, device_fingerprint, count, last_seen
+    FROM misses JOIN problems ON problems.id = misses.problem_id"""
 
 
 class TuningDatabase:
@@ -104,12 +103,16 @@ class TuningDatabase:
     def __init__(self, path: Path | str, *, read_only: bool = False) -> None:
         self.path = None if str(path) == MEMORY else expanded(path)
         self._where = str(self.path or MEMORY)
-        self._connection = open_read_only(self.path) if self.path and read_only else open_writable(self.path)
+        is_reader = self.path is not None and read_only
+        self._reader = (
+            open_reader(self.path) if self.path and is_reader else Reader(open_writable(self.path), self._where)
+        )
+        self._connection = self._reader.connection
         self._places = FilesInPlace(self.path)
 
     def close(self) -> None:
         """Close the file; what was saved is saved already."""
-        self._connection.close()
+        self._reader.close()
 
     def __enter__(self) -> Self:
         return self
@@ -158,10 +161,49 @@ class TuningDatabase:
             return writing.add(connection, "sessions", {**values, **ids, **process_values()})
 
     def end_session(self, session_id: int, *, state: SessionState) -> None:
-        """Say how a session ended."""
+        """Say how a session ended; what it had claimed is free again."""
         with self._writing() as connection:
             self._session_row(session_id)
             writing.update(connection, "sessions", session_id, {"state": state.value, "ended_at": now_text()})
+            connection.execute("DELETE FROM claims WHERE session_id = ?", (session_id,))
+
+    def claim(self, session_id: int, problem: AttentionProblem) -> int | None:
+        """Take a problem for a session, on its device and toolchain; None, or the live session that has it already.
+
+        A claim ends with `release`, with its session, or with the process that made it.
+        """
+        with self._writing() as connection:
+            interrupt_dead_sessions(connection)
+            session = self._session_row(session_id)
+            values: Values = {
+                "problem_id": writing.put_problem(connection, problem),
+                "device_id": session["device_id"],
+                "toolchain_id": session["toolchain_id"],
+                "session_id": session_id,
+                "claimed_at": now_text(),
+            }
+            holder = connection.execute(
+                """SELECT session_id FROM claims WHERE problem_id = :problem_id AND device_id = :device_id
+                   AND toolchain_id = :toolchain_id AND session_id <> :session_id""",
+                values,
+            ).fetchone()
+            if holder is not None:
+                return int(holder["session_id"])
+            connection.execute(
+                """INSERT INTO claims (problem_id, device_id, toolchain_id, session_id, claimed_at)
+                   VALUES (:problem_id, :device_id, :toolchain_id, :session_id, :claimed_at)
+                   ON CONFLICT (problem_id, device_id, toolchain_id) DO UPDATE SET claimed_at = excluded.claimed_at""",
+                values,
+            )
+            return None
+
+    def release(self, session_id: int, problem: AttentionProblem) -> None:
+        """Give a claimed problem back."""
+        with self._writing() as connection:
+            connection.execute(
+                "DELETE FROM claims WHERE session_id = ? AND problem_id IN (SELECT id FROM problems WHERE key = ?)",
+                (session_id, problem.key),
+            )
 
     def save_trial(self, session_id: int, record: TrialRecord) -> int:
         """Save a record and return its trial's id; it is on the disk when this returns.
@@ -174,6 +216,8 @@ class TuningDatabase:
                 f"a candidate of family {record.candidate.family.label} was tried on {record.problem.label}; "
                 "a record needs a problem of the candidate's family"
             )
+        if record.status is TrialStatus.OK and record.kernel_digest is None:
+            raise DatabaseError("a record that is ok has no kernel_digest; nothing was saved, correct the record")
         with self._writing() as connection:
             session = self._session_row(session_id)
             ended_at = now_text()
@@ -233,16 +277,16 @@ class TuningDatabase:
         statuses: Collection[TrialStatus] | None = None,
     ) -> list[StoredTrial]:
         """The trials that pass every filter, in the order in which they ended. A toolchain's torch is not compared."""
-        where, values = _where(
-            {
-                "devices.fingerprint": _fingerprint(device),
-                "toolchains.key": toolchain and toolchain_values(toolchain)["key"],
-                "problems.key": problem and problem.key,
-                "kernels.variant": variant,
-                "trials.status": statuses,
-            }
+        chosen = selection(
+            devices__fingerprint=_fingerprint(device),
+            toolchains__key=toolchain and toolchain_values(toolchain)["key"],
+            problems__key=problem and problem.key,
+            kernels__variant=variant,
+            status=statuses,
         )
-        return self._read(f"{_TRIALS_SQL} {where} ORDER BY trials.ended_at, trials.id", values, _stored_trial)
+        content = self._content(chosen)
+        found = [_stored_trial(content, *pair) for pair in newest_measurements(content, Role.SCREEN)]
+        return sorted(found, key=lambda trial: (trial.ended_at, trial.trial_id))
 
     def winners(
         self,
@@ -252,20 +296,32 @@ class TuningDatabase:
         variant: Variant | None = None,
     ) -> list[Winner]:
         """The winners that pass every filter, ordered by device, problem and variant."""
-        filters = {
-            "device_fingerprint": _fingerprint(device),
-            "problem_key": problem and problem.key,
-            "variant": variant,
-        }
-        return self._read_view(WINNERS_SQL, filters, winner_from)
+        chosen = selection(
+            WINNERS,
+            devices__fingerprint=_fingerprint(device),
+            problems__key=problem and problem.key,
+            kernels__variant=variant,
+        )
+        content = self._content(chosen)
+        return [winner_of(content, key) for key in winning(content)]
 
     def leaderboard(
         self, problem: AttentionProblem, *, device: DeviceSpec | None = None, limit: int = 10
     ) -> list[LeaderboardEntry]:
         """The best `limit` configs of a problem on each device and in each regime, the fastest first."""
-        filters = {"problem_key": problem.key, "device_fingerprint": _fingerprint(device)}
-        best = f"SELECT * FROM ({LEADERBOARD_SQL}) WHERE position <= {int(limit)}"
-        return self._read_view(best, filters, leaderboard_from)
+        content = self._content(
+            selection(devices__fingerprint=_fingerprint(device), problems__key=problem.key, status=TrialStatus.OK)
+        )
+        found: dict[tuple[str, str], list[tuple[StoredTrial, Measurement]]] = {}
+        for pair in newest_measurements(content, Role.CONFIRM):
+            trial = _stored_trial(content, *pair)
+            if timed := trial.record.measurement:
+                found.setdefault((trial.device.fingerprint, timed.regime.value), []).append((trial, timed))
+        entries: list[LeaderboardEntry] = []
+        for _, group in sorted(found.items()):
+            group.sort(key=lambda pair: (pair[1].early_stopped, pair[1].median_ms, pair[0].trial_id))
+            entries += [_entry(position, *pair) for position, pair in enumerate(group[:limit], start=1)]
+        return entries
 
     def rejections(
         self,
@@ -280,41 +336,37 @@ class TuningDatabase:
             "problem_key": problem and problem.key,
             "variant": variant,
         }
-        return self._read_view(REJECTIONS_SQL, filters, rejection_from)
+        return [rejection_from(row) for row in self._rows(REJECTIONS_SQL, _REJECTION_COLUMNS, filters)]
 
     def misses(self, *, device: DeviceSpec | None = None) -> list[Miss]:
         """The problems that were dispatched without a winner of their own, the most frequent first."""
-        where, values = _where({"device_fingerprint": _fingerprint(device)})
-        statement = f"""SELECT misses.id, problems.key AS problem_key, device_fingerprint, count, last_seen
-            FROM misses JOIN problems ON problems.id = misses.problem_id {where}
-            ORDER BY count DESC, problems.key, device_fingerprint"""
-        return self._read(statement, values, lambda row: miss_from(dict(row)))
+        filters = {"device_fingerprint": _fingerprint(device)}
+        order = "ORDER BY count DESC, problem_key, device_fingerprint"
+        return [miss_from(row) for row in self._rows(_MISSES_SQL, _MISS_COLUMNS, filters, order)]
 
     def info(self) -> DatabaseInfo:
         """What the database holds."""
-        counts = {
-            table: self._read(f"SELECT count(*) FROM {table}", [], lambda row: int(row[0]))[0] for table in TABLES
-        }
-        size = self._read(
-            "SELECT page_count * page_size FROM pragma_page_count, pragma_page_size", [], lambda row: int(row[0])
-        )
-        devices = self._read("SELECT * FROM devices ORDER BY fingerprint", [], lambda row: device_from(dict(row)))
-        toolchains = self._read("SELECT * FROM toolchains ORDER BY key", [], lambda row: toolchain_from(dict(row)))
-        sessions = self._read(
-            """SELECT sessions.*, devices.fingerprint, triton, cuda, driver FROM sessions
-               JOIN devices ON devices.id = device_id JOIN toolchains ON toolchains.id = toolchain_id
-               ORDER BY started_at DESC, sessions.id DESC LIMIT 1""",
-            [],
-            lambda row: _session_info(dict(row)),
-        )
+        reader = self._reader
+        reader.restart()
+        counts = {table: 0 for table in TABLES}
+        for table in reader.tables:
+            counts[table] = reader.fetch(f"SELECT count(*) FROM {table} NOT INDEXED")[0][0]
+        pages, page_bytes = (reader.fetch(f"PRAGMA {name}")[0][0] for name in ("page_count", "page_size"))
+        last = "id IN (SELECT id FROM sessions NOT INDEXED ORDER BY started_at DESC, id DESC LIMIT 1)"
+        content = self._content(Selection(trials="0", measurements="0", sessions=last))
         return DatabaseInfo(
             path=self.path,
-            schema_version=SCHEMA_VERSION,
-            size_bytes=size[0],
+            schema_version=reader.schema,
+            size_bytes=pages * page_bytes,
             counts=counts,
-            devices=tuple(devices),
-            toolchains=tuple(toolchains),
-            last_session=sessions[0] if sessions else None,
+            devices=tuple(sorted((spec for spec, _ in content.devices.values()), key=lambda spec: spec.fingerprint)),
+            toolchains=tuple(
+                sorted(
+                    (chain for chain, _ in content.toolchains.values()),
+                    key=lambda chain: str(toolchain_values(chain)["key"]),
+                )
+            ),
+            last_session=next((_session_info(content, key) for key in content.sessions), None),
         )
 
     # --- exchange -----------------------------------------------------------------------------------------------------
@@ -325,12 +377,11 @@ class TuningDatabase:
         By default it holds the winners and the finalists that they beat, without the sessions' arguments. A pack is a
         database in one file that opens read-only anywhere; it replaces an older pack, and no other file.
         """
-        with translated(self._where):
-            content = packs.read_content(self._connection)
-            if device is not None:
-                content = packs.of_device(content, device)
-            if winners_only:
-                content = packs.of_winners(content, self._connection)
+        content = self._content(EVERYTHING)
+        if device is not None:
+            content = packs.of_device(content, device)
+        if winners_only:
+            content = packs.of_winners(content)
         with translated(str(target)):
             packs.write_pack(content, expanded(target), databases=self._kept())
         return len(content.trials)
@@ -367,8 +418,11 @@ class TuningDatabase:
         self._places.require()
         if self.path and source.exists() and self.path.samefile(source):
             raise DatabaseError(f"{source} is the database itself; name another file to import")
-        with closing(open_read_only(source)) as other, translated(str(source)):
-            content = packs.read_content(other)
+        try:
+            with open_reader(source, is_pack=True) as other:
+                content = read_content(other)
+        except InvalidPackError as error:
+            raise InvalidPackError(f"{error}; nothing was imported") from None
         with translated(self._where):
             summary = packs.write_content(self._connection, content)
         self._places.require()
@@ -390,14 +444,16 @@ class TuningDatabase:
             raise
         self._places.require()
 
-    def _read(self, statement: str, values: list[Any], parse: Callable[[sqlite3.Row], EntryT]) -> list[EntryT]:
-        with translated(self._where):
-            return [parse(row) for row in self._connection.execute(statement, values).fetchall()]
+    def _content(self, chosen: Selection) -> Content:
+        self._reader.restart()
+        return read_content(self._reader, chosen)
 
-    def _read_view(self, select: str, filters: Mapping[str, Any], parse: Callable[[Row], EntryT]) -> list[EntryT]:
-        # The view's own text, not its name: in a foreign file that name may stand for anything.
+    def _rows(self, select: str, columns: Sequence[str], filters: Mapping[str, Any], order: str = "") -> list[Row]:
+        """Rows of our own SELECT, not of a view's name: in a foreign file that may stand for anything."""
         where, values = _where(filters)
-        return self._read(f"SELECT * FROM ({select}) {where}", values, lambda row: parse(dict(row)))
+        self._reader.restart()
+        found = self._reader.fetch(f"SELECT {', '.join(columns)} FROM ({select}) {where} {order}", values)
+        return [dict(zip(columns, row, strict=True)) for row in found]
 
     def _session_row(self, session_id: int) -> sqlite3.Row:
         statement = """SELECT device_id, toolchain_id, arch FROM sessions
@@ -424,34 +480,53 @@ def _fingerprint(device: DeviceSpec | None) -> str | None:
     return None if device is None else device.fingerprint
 
 
-def _stored_trial(row: sqlite3.Row) -> StoredTrial:
-    parts, start = {}, 0
-    for table in _JOINED:
-        columns = COLUMNS[table]
-        parts[table] = dict(zip(columns, row[start : start + len(columns)], strict=True))
-        start += len(columns)
-    session, trial = session_from(parts["sessions"]), trial_from(parts["trials"])
-    measured = None if parts["measurements"]["id"] is None else measurement_from(parts["measurements"])
+def _stored_trial(content: Content, trial_id: int, measurement_id: int | None) -> StoredTrial:
+    trial, refers = content.trials[trial_id]
+    session = content.sessions[required(refers, "session_id")][0]
+    kernel_refers = content.kernels[required(refers, "kernel_id")][1]
     return StoredTrial(
-        record=record_from(kernel_from(parts["kernels"]), problem_from(parts["problems"]), trial, measured),
-        device=device_from(parts["devices"], session.power_limit_w),
-        toolchain=toolchain_from(parts["toolchains"], session.torch),
-        trial_id=parts["trials"]["id"],
+        record=content.record_of(trial_id, None if measurement_id is None else content.measurements[measurement_id][0]),
+        device=replace(content.devices[required(refers, "device_id")][0], power_limit_w=session.power_limit_w),
+        toolchain=replace(content.toolchains[required(kernel_refers, "toolchain_id")][0], torch=session.torch),
+        trial_id=trial_id,
         ended_at=parse_time(trial.ended_at),
     )
 
 
-def _session_info(row: Row) -> SessionInfo:
-    session = session_from(row)
+def _entry(position: int, trial: StoredTrial, timed: Measurement) -> LeaderboardEntry:
+    record, resources = trial.record, trial.record.resources
+    return LeaderboardEntry(
+        position=position,
+        candidate=record.candidate,
+        problem=record.problem,
+        device_fingerprint=trial.device.fingerprint,
+        triton=trial.toolchain.triton,
+        role=timed.role,
+        regime=timed.regime,
+        early_stopped=timed.early_stopped,
+        median_ms=timed.median_ms,
+        p20_ms=timed.p20_ms,
+        p80_ms=timed.p80_ms,
+        registers=None if resources is None else resources.registers,
+        spill_bytes=None if resources is None else resources.spill_bytes,
+        smem_bytes=None if resources is None else resources.smem_bytes,
+        compile_s=None if resources is None else resources.compile_s,
+        max_error_ratio=None if record.accuracy is None else record.accuracy.max_error_ratio,
+        trial_id=trial.trial_id,
+    )
+
+
+def _session_info(content: Content, session_id: int) -> SessionInfo:
+    session, refers = content.sessions[session_id]
     return SessionInfo(
-        session_id=row["id"],
+        session_id=session_id,
         uid=session.uid,
         kind=session.kind,
         state=session.state,
-        device_fingerprint=row["fingerprint"],
-        toolchain=toolchain_from(row, session.torch),
-        parent_id=row["parent_id"],
-        arguments=arguments_from(row),
+        device_fingerprint=content.devices[required(refers, "device_id")][0].fingerprint,
+        toolchain=replace(content.toolchains[required(refers, "toolchain_id")][0], torch=session.torch),
+        parent_id=refers["parent_id"],
+        arguments=arguments_from({"arguments": session.arguments}),
         started_at=parse_time(session.started_at),
         ended_at=None if session.ended_at is None else parse_time(session.ended_at),
     )

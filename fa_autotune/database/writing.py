@@ -25,15 +25,16 @@ from fa_autotune.database.rows import (
     Row,
     clean_text,
     kernel_from,
+    knob_columns,
     measurement_from,
+    problem_columns,
     trial_from,
 )
 from fa_autotune.errors import DatabaseError, InvalidPackError
 from fa_autotune.problem.device import DeviceSpec, Toolchain
-from fa_autotune.problem.family import FAMILY_OPTIONS, SHAPE_OPTIONS, canonical_json
+from fa_autotune.problem.family import canonical_json
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import TrialRecord, TrialStatus
-from fa_autotune.space.candidate import Candidate
 from fa_autotune.space.config import config_key
 
 Values = dict[str, str | int | float | None]
@@ -52,10 +53,8 @@ def toolchain_values(toolchain: Toolchain) -> Values:
 
 
 def problem_values(problem: AttentionProblem) -> Values:
-    """The columns of `problems`: the key, and its fields for people and queries; an option is in the key alone."""
-    family = {name: value for name, value in problem.family.as_json().items() if name not in FAMILY_OPTIONS}
-    shape = {name: value for name, value in problem.shape.as_json().items() if name not in SHAPE_OPTIONS}
-    return {"key": problem.key, "kernel_pass": family.pop("pass"), **family, **shape}
+    """The columns of `problems`."""
+    return {"key": problem.key, **problem_columns(problem)}
 
 
 def kernel_of(record: TrialRecord, arch: str) -> KernelRow:
@@ -144,21 +143,11 @@ def session_values(session: SessionRow) -> Values:
     return {name: getattr(session, name) for name in names}
 
 
-def _flattened(candidate: Candidate) -> Values:
-    """What the keys say already, once more in columns, for people and queries."""
-    config = candidate.config
-    knobs = {
-        name.lower(): getattr(config, name, None)
-        for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "maxnreg")
-    }
-    return {"kernel_pass": candidate.family.kernel_pass.value, **knobs}
-
-
 def record_rows(
     kernel: KernelRow, trial: TrialRow, measured: MeasurementRow | None
 ) -> Iterator[tuple[Callable[[Row], object], Row]]:
     """What a record writes, with the parsers that must be able to read it."""
-    yield kernel_from, {**kernel_identity(kernel), **kernel_outcome(kernel)}
+    yield kernel_from, {**kernel_identity(kernel), **knob_columns(kernel.candidate), **kernel_outcome(kernel)}
     yield trial_from, trial_values(trial)
     if measured:
         yield measurement_from, measurement_values(measured)
@@ -209,7 +198,7 @@ def put_kernel(connection: sqlite3.Connection, kernel: KernelRow, *, toolchain_i
     """Find or add a kernel. What the compiler said is written over only if asked, and never by one that did not run."""
     identity: Values = {**kernel_identity(kernel), "toolchain_id": toolchain_id}
     outcome = kernel_outcome(kernel)
-    values = {**identity, **outcome, **_flattened(kernel.candidate)}
+    values = {**identity, **outcome, **knob_columns(kernel.candidate)}
     kernel_id = _find_or_add(connection, "kernels", identity, values)
     if kernel.resources is not None:
         update(connection, "kernels", kernel_id, outcome, unless="0" if overwrite else "spill_bytes IS NOT NULL")

@@ -9,11 +9,12 @@ comparisons of numbers. A trace is the same choice, made again and told.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 from fa_autotune.dispatch.winners import Snapshot, Source, WinnerRow
@@ -34,6 +35,7 @@ from fa_autotune.space.registry import (
     variant_spec,
 )
 from fa_autotune.space.seeds import fallback_configs
+from fa_autotune.space.support import untested
 
 DigestOf = Callable[[Candidate], str]
 
@@ -149,16 +151,20 @@ class FamilyChoices:
         triton_version: str,
         snapshot: Snapshot,
         digest_of: DigestOf | None = None,
+        lost: Mapping[Variant, str] = MappingProxyType({}),
     ) -> None:
-        """Arguments as of `decide`."""
+        """Arguments as of `decide`; `lost`: variants of the pass that do not compile here, and why."""
         version = parse_triton_version(triton_version)
         self._setting = setting = _Setting(
             family=family, device=device, triton_version=triton_version, digest_of=digest_of
         )
         specs = [spec for spec in VARIANTS if spec.kernel_pass is family.kernel_pass]
         self._refused: dict[Variant, str] = {
-            spec.variant: why for spec in specs if (why := spec.supports(family, device.arch, version))
+            spec.variant: why
+            for spec in specs
+            if (why := lost.get(spec.variant) or spec.supports(family, device.arch, version))
         }
+        self._untested = untested(version)
         rows = [
             row
             for row in snapshot.related(family)
@@ -169,7 +175,8 @@ class FamilyChoices:
         self._siblings = setting.groups(row for row in rows if row.device_fingerprint != fingerprint)
         # Access may differ where the compiled kernel is the same.
         self._exact = {group.shape: group for group in self._here if group.same_form}
-        self._defaults = [_Defaults(setting, spec) for spec in supported_variants(family, device.arch, version)]
+        served = supported_variants(family, device.arch, version)
+        self._defaults = [_Defaults(setting, spec) for spec in served if spec.variant not in lost]
 
     def choose(self, shape: AttentionShape) -> Choice:
         """The kernel for a shape; NoKernelError if none serves."""
@@ -193,7 +200,8 @@ class FamilyChoices:
         setting, trace = self._setting, _Trace()
         problem, device = AttentionProblem(family=setting.family, shape=shape), setting.device
         choice = self._find(shape, trace)
-        told = [f"{variant} can't serve this call: {reason}" for variant, reason in self._refused.items()]
+        told = [self._untested] if self._untested else []
+        told += [f"{variant} can't serve this call: {reason}" for variant, reason in self._refused.items()]
         if choice is None:
             raise NoKernelError(
                 f"no kernel serves {problem.label} on {device.name} ({device.arch}), Triton {setting.triton_version}: "
@@ -506,5 +514,5 @@ def _public_version(version: str) -> str:
 
 def _device_gap(device: DeviceSpec, fingerprint: str) -> float:
     """How many doublings another device's SM count is away; its fingerprint is all that a row says about it."""
-    match = re.search(r"/(\d{1,6})sm/", fingerprint)
+    match = re.search(r"/([0-9]{1,6})sm/", fingerprint)
     return round(abs(math.log2(int(match[1]) / device.num_sms)), 6) if match and int(match[1]) else math.inf

@@ -18,10 +18,12 @@ from fa_autotune.dispatch.winners import Snapshot, load_snapshot
 from fa_autotune.errors import NoKernelError
 from fa_autotune.kernels.render import rendered_digest
 from fa_autotune.paths import database_path, pack_paths
-from fa_autotune.problem.device import INTERPRETER_ARCH, DeviceSpec
+from fa_autotune.problem.device import INTERPRETER_ARCH, DeviceSpec, parse_triton_version
 from fa_autotune.problem.family import MAX_REMEMBERED_FAMILIES, AttentionFamily
 from fa_autotune.problem.passes import FUSED_BACKWARD, KEYLESS_PASSES, SPLIT_BACKWARD, Pass
 from fa_autotune.problem.problem import AttentionProblem
+from fa_autotune.space.candidate import Variant
+from fa_autotune.space.support import untested
 from fa_autotune.space.workspace import dq_padding
 
 MAX_PADDING = 2.0  # of dq: with so much and more, a fused backward that nobody measured is not taken
@@ -94,6 +96,7 @@ class Dispatcher:
         self._snapshot: Snapshot | None = None
         self._families: dict[AttentionFamily, FamilyChoices] = {}
         self._remembered: dict[AttentionProblem, Decision] = {}
+        self._lost: dict[Pass, dict[Variant, str]] = {}
         self._is_interpreter = device.arch == INTERPRETER_ARCH
         self._warned: set[str] = set()
         self._lock = threading.RLock()
@@ -217,15 +220,33 @@ class Dispatcher:
         """Append the misses so far to the user's database; gives the number of problems. Runs by itself at exit."""
         return self._misses.flush()
 
+    def lose(self, kernel_pass: Pass, variant: Variant, reason: str) -> bool:
+        """Let other variants serve a pass from now on, since this one does not compile here; whether that is new.
+
+        Only with a Triton that nothing was tested with: else it is an error that somebody must hear of.
+        """
+        with self._lock:
+            newer, lost = untested(parse_triton_version(self.triton_version)), self._lost.setdefault(kernel_pass, {})
+            if newer is None or variant in lost:
+                return False
+            lost[variant] = f"{newer}, and its kernel does not compile: {reason}"
+            self._families.clear()
+            self._remembered.clear()
+        _logger.warning("%s %s can't serve any more: %s", kernel_pass, variant, lost[variant])
+        return True
+
     def _choices(self, family: AttentionFamily) -> FamilyChoices:
         found = self._families.get(family)
         if found is None:
+            if newer := untested(parse_triton_version(self.triton_version)):
+                self._warn_once("untested", f"{newer}; `fa-autotune tune` verifies its kernels here (told once)")
             found = FamilyChoices(
                 family,
                 device=self.device,
                 triton_version=self.triton_version,
                 snapshot=self.snapshot,
                 digest_of=self._digest_of,
+                lost=self._lost.get(family.kernel_pass, {}),
             )
             _keep(self._families, family, found, MAX_REMEMBERED_FAMILIES)
         return found

@@ -8,7 +8,7 @@ import threading
 import torch
 
 from fa_autotune.dispatch.dispatcher import Dispatcher
-from fa_autotune.errors import InvalidProblemError, LaunchError
+from fa_autotune.errors import CompileError, InvalidProblemError, LaunchError
 from fa_autotune.kernels.gpu import live_device, live_toolchain
 from fa_autotune.kernels.loaded import LoadedKernel, load_kernel
 from fa_autotune.paths import interpreting
@@ -30,18 +30,27 @@ def kernel_for(problem: AttentionProblem, index: int, *, ahead: bool = False) ->
     """
     with _lock:
         dispatcher = dispatcher_of(index)
-        candidate = dispatcher.choose(problem, ahead=ahead).candidate
-        kernel = _kernels.get((index, candidate))
-        if kernel is None:
-            if index >= 0 and torch.cuda.is_current_stream_capturing():
-                raise LaunchError(
-                    f"the kernel for {problem.label} is not loaded and a CUDA-graph capture is under way; call "
-                    f"fa_autotune.warmup(['{problem.key}']), or with backward=True on the forward's, or run the "
-                    "model once before capturing"
-                )
-            kernel = load_kernel(candidate, dispatcher.device.arch, index if index >= 0 else None)
-            _kernels[index, candidate] = kernel
-        return kernel
+        while True:
+            candidate = dispatcher.choose(problem, ahead=ahead).candidate
+            try:
+                return _loaded(candidate, problem, dispatcher, index)
+            except CompileError as error:
+                if not dispatcher.lose(problem.family.kernel_pass, candidate.variant, str(error)):
+                    raise
+
+
+def _loaded(candidate: Candidate, problem: AttentionProblem, dispatcher: Dispatcher, index: int) -> LoadedKernel:
+    kernel = _kernels.get((index, candidate))
+    if kernel is None:
+        if index >= 0 and torch.cuda.is_current_stream_capturing():
+            raise LaunchError(
+                f"the kernel for {problem.label} is not loaded and a CUDA-graph capture is under way; call "
+                f"fa_autotune.warmup(['{problem.key}']), or with backward=True on the forward's, or run the "
+                "model once before capturing"
+            )
+        kernel = load_kernel(candidate, dispatcher.device.arch, index if index >= 0 else None)
+        _kernels[index, candidate] = kernel
+    return kernel
 
 
 def dispatcher_of(index: int) -> Dispatcher:

@@ -43,8 +43,7 @@ class MissLog:
             if self._owner_pid is None:
                 self._owner_pid = os.getpid()
                 self._at_exit(self._flush_at_exit)
-            if self._size < MAX_PROBLEMS or problem.shape in self._counts.get(problem.family, {}):
-                self._add(problem, count)
+            self._add(problem, count)
 
     def flush(self) -> int:
         """Hand the counts to the store and forget them; gives their number. If the store raises, they are kept."""
@@ -63,10 +62,14 @@ class MissLog:
         return len(pending)
 
     def _add(self, problem: AttentionProblem, count: int) -> None:
-        shapes = self._counts.setdefault(problem.family, {})
-        before = len(shapes)
-        shapes[problem.shape] = shapes.get(problem.shape, 0) + count
-        self._size += len(shapes) - before
+        shapes = self._counts.get(problem.family)
+        if shapes is None:
+            shapes = self._counts[problem.family] = {}
+        known = shapes.get(problem.shape)
+        if known is None and self._size >= MAX_PROBLEMS:
+            return
+        shapes[problem.shape] = count + (known or 0)
+        self._size += known is None
 
     def _flush_at_exit(self) -> None:
         if os.getpid() != self._owner_pid:

@@ -48,6 +48,7 @@ class Launch:
         self.run(self, counts, *tensors)
 
 
+_COUNTER = torch.empty(0, dtype=torch.int32, device="meta")  # no launch is given it: its stream decides which it is
 _COUNTED = {"num_sequences": 0, "total_q": 1, "total_k": 2, "seqlen_q": 1}  # kernels' names of what `Counts` hold
 
 
@@ -70,8 +71,7 @@ def bind(
     """
     if len({id(tensor) for tensor in tensors}) < len(tensors):  # a caller's q may be his k
         tensors = [tensor.detach() for tensor in tensors]
-    # What no launch is given: it is looked up, since the stream decides which.
-    counter = (torch.empty(0, dtype=torch.int32, device="meta"),) if kernel.is_persistent else ()
+    counter = (_COUNTER,) if kernel.is_persistent else ()
     programs = 0 if is_counted else kernel.grid(*tensors)[0]
     index = tensors[0].get_device()
     known: _Launcher | None = kernel.launchers.get(index)

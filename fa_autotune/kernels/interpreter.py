@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from fa_autotune.errors import LaunchError
 from fa_autotune.kernels.modules import keep_source
-from fa_autotune.kernels.triton_private import install_interpreter_shim
+from fa_autotune.kernels.triton_private import install_interpreter_shim, interpreter_failure
 
 _interpreter_lock = threading.Lock()
 
@@ -26,6 +27,16 @@ def interpreted(module: ModuleType) -> Callable[[tuple[int, ...], Sequence[Any]]
             warnings.filterwarnings("ignore", "All-NaN slice encountered", RuntimeWarning)
             warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0", DeprecationWarning)
             keep_source(module)
-            module.KERNEL[grid](*arguments)
+            try:
+                module.KERNEL[grid](*arguments)
+            except Exception as error:
+                if said := interpreter_failure(error):
+                    raise LaunchError(f"{said}; {next_step(arguments)}") from error
+                raise
+
+    def next_step(arguments: Sequence[Any]) -> str:
+        step = f"numpy is {numpy.__version__}, and Triton 3.6 needs one below 2.4: install another of the two"
+        on_gpu = any(getattr(value, "is_cuda", False) for value in arguments)
+        return f"{step}, or unset TRITON_INTERPRET, since these tensors are on a GPU" if on_gpu else step
 
     return run

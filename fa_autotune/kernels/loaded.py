@@ -35,9 +35,13 @@ class LoadedKernel:
         """
         self.candidate = candidate
         self.module: ModuleType = load_module(file)
-        tensors = candidate.family.tensors
-        self.owner = tensors.index(candidate.family.kernel_pass.spec.owns)
-        self._starts = tensors.index("cu_seqlens_q") if candidate.family.varlen else None
+        family = candidate.family
+        # What `AttentionFamily` works out each time that it is asked, and each binding asks for.
+        self.operands = (*family.kernel_pass.spec.takes, *family.outputs)
+        self.extra_tensors, self.numbers = family.extra_tensors, family.numbers
+        tensors = (*self.operands, *self.extra_tensors)
+        self.owner = tensors.index(family.kernel_pass.spec.owns)
+        self._starts = tensors.index("cu_seqlens_q") if family.varlen else None
         self.compiled: Any = None if interpreting() else compile_module(self.module, arch)  # Triton's CompiledKernel
         self.run = interpreted(self.module) if interpreting() else _compiled(self.compiled)
         self.launchers: dict[int, Any] = {}  # of `fast_launch`, by the index of a GPU

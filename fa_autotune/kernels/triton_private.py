@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from fa_autotune.errors import CompileError
@@ -245,6 +246,7 @@ class Encoder:
         self._prototype = copy.copy(descriptor)
         self._prototype.base = None  # no tensor is kept
         self._rank = len(descriptor.shape)
+        self._fill = _filling(encode, self._prototype, layout)
 
     @property
     def count(self) -> int:
@@ -269,6 +271,9 @@ class Encoder:
 
     def of_address(self, address: int, numbers: Sequence[int]) -> Any:
         """The encoding alone, of a tensor at an address, by its shape and strides."""
+        if self._fill is not None:
+            with suppress(RuntimeError):  # of a thread without a context, or of what Triton is to complain about
+                return self._fill(address, [*numbers[: self._rank]], [*numbers[self._rank :]])
         return self(self.described(_Address(address), numbers))[0]
 
     def described(self, base: Any, numbers: Sequence[int]) -> Any:
@@ -278,6 +283,55 @@ class Encoder:
             self._prototype.__dict__, base=base, shape=[*numbers[: self._rank]], strides=[*numbers[self._rank :]]
         )
         return descriptor
+
+
+_ADDRESS = int("1000033")  # an object of its own, by which the place of a tensor's address is found
+
+
+class _Watched:
+    """In place of a module, for a function that is to call one function somewhere below it: who is called, and how."""
+
+    def __init__(self, calls: list[tuple[tuple[str, ...], tuple[Any, ...]]], path: tuple[str, ...] = ()) -> None:
+        self._calls, self._path = calls, path
+
+    def __getattr__(self, name: str) -> "_Watched":
+        return _Watched(self._calls, (*self._path, name))
+
+    def __call__(self, *values: Any) -> "_Watched":
+        self._calls.append((self._path, values))
+        return self
+
+
+def _filling(encode: Encode, prototype: Any, layout: Any) -> Callable[[int, list[int], list[int]], Any] | None:
+    """The C function that encodes a descriptor, for an address, a shape and strides; None where Triton's function round
+    it does more than hand these on. It costs a third of that."""
+    around, others = (encode.args[0], ((),)) if isinstance(encode, partial) else (encode, ())
+    if not isinstance(around, FunctionType) or "triton" not in around.__globals__:
+        return None
+    described, calls = copy.copy(prototype), list[tuple[tuple[str, ...], tuple[Any, ...]]]()
+    described.base, described.shape, described.strides = _Address(_ADDRESS), [*prototype.shape], [*prototype.strides]
+    scope = {**around.__globals__, "triton": _Watched(calls)}
+    watched = FunctionType(around.__code__, scope, around.__name__, around.__defaults__, around.__closure__)
+    try:
+        result, *rest = watched(described, layout, *others)
+        ((path, values),) = calls
+        function = operator.attrgetter(".".join(path))(around.__globals__["triton"])
+        of_address, of_shape, of_strides = (
+            [place for place, value in enumerate(values) if value is wanted]
+            for wanted in (_ADDRESS, described.shape, described.strides)
+        )
+        (address_place,), (shape_place,), (strides_place,) = of_address, of_shape, of_strides
+    except (AttributeError, TypeError, ValueError, KeyError, AssertionError, RuntimeError):
+        return None
+    if not isinstance(result, _Watched) or rest != [*described.shape, *described.strides]:
+        return None
+
+    def fill(address: int, shape: list[int], strides: list[int]) -> Any:
+        handed = [*values]
+        handed[address_place], handed[shape_place], handed[strides_place] = address, shape, strides
+        return function(*handed)
+
+    return fill
 
 
 def _raw_stream() -> Callable[[int], int] | None:
@@ -461,6 +515,17 @@ def _differs(what: str) -> CompileError:
 
 
 # --- interpreting -----------------------------------------------------------------------------------------------------
+
+
+def interpreter_failure(error: Exception) -> str | None:
+    """What Triton's interpreter fell over, with its release; None for an error of anything else."""
+    import triton  # noqa: PLC0415
+    from triton.runtime import errors  # noqa: PLC0415
+
+    kind = getattr(errors, "InterpreterError", None)
+    if kind is None or not isinstance(error, kind):
+        return None
+    return f"the interpreter of Triton {triton.__version__} fails with {error.__cause__ or error}"
 
 
 @cache

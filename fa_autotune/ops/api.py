@@ -14,16 +14,18 @@ from torch import Tensor
 
 from fa_autotune.dispatch.loaded_kernels import device_index, dispatcher_of, flush_misses, kernel_for
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
-from fa_autotune.ops.arguments import as_extras, as_tf32, call_of
+from fa_autotune.ops.arguments import as_extras, as_flag, as_tf32, call_of
 from fa_autotune.ops.autograd import attend
 from fa_autotune.ops.call import BHSD, BSHD, GENERATED, NO_EXTRAS, PACKED, REFERENCE, UNORDERED, Extras
 from fa_autotune.ops.rows.kinds import rows_of
+from fa_autotune.ops.tensor_kinds import PLAIN, causal_bias_of, keep_out_of_scripts, refuse_proxy
 from fa_autotune.problem.passes import SPLIT_BACKWARD, Pass
 from fa_autotune.problem.problem import AttentionProblem
 
 __all__ = ["attention", "attention_varlen", "explain", "flush_misses", "warmup"]
 
 _LAYOUTS = {"bshd": BSHD, "bhsd": BHSD}
+_GENERATED, _IEEE = "generated", "ieee"  # the defaults are these very objects
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -161,10 +163,16 @@ def attention(
         raise InvalidProblemError(
             f'layout={layout!r} is not "bshd" (batch, seqlen, heads, head_dim) or "bhsd" (heads before seqlen)'
         )
+    if return_lse is not False and return_lse is not True:
+        return_lse = as_flag("return_lse", return_lse)
+    if deterministic is not True and deterministic is not False:
+        deterministic = as_flag("deterministic", deterministic)
     by = GENERATED if deterministic else UNORDERED
-    if backend != "generated":
-        by = _reference(backend)
-    tf32 = False if fp32_precision == "ieee" else as_tf32(fp32_precision)
+    if backend is not _GENERATED:
+        by = _backend_of(backend, by)
+    tf32 = False if fp32_precision is _IEEE else as_tf32(fp32_precision)
+    if attn_mask is not None and type(attn_mask) not in PLAIN:
+        causal, attn_mask = _causal_bias_of(q, k, v, layout, causal, attn_mask)
     call = call_of(_LAYOUTS[layout], by, softmax_scale, causal, window_size, softcap, dropout_p, tf32)
     if alibi_slopes is sinks is attn_mask is None and call.dropout_p == 0.0:
         return attend(q, k, v, NO_EXTRAS, call, return_lse)
@@ -313,8 +321,12 @@ def attention_varlen(
             v_scale=v_scale,
         )
     check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    by = GENERATED if backend == "generated" else _reference(backend)
-    tf32 = False if fp32_precision == "ieee" else as_tf32(fp32_precision)
+    if return_lse is not False and return_lse is not True:
+        return_lse = as_flag("return_lse", return_lse)
+    if deterministic is not True and deterministic is not False:
+        as_flag("deterministic", deterministic)
+    by = GENERATED if backend is _GENERATED else _backend_of(backend, GENERATED)
+    tf32 = False if fp32_precision is _IEEE else as_tf32(fp32_precision)
     call = call_of(PACKED, by, softmax_scale, causal, window_size, softcap, dropout_p, tf32)
     starts = Extras(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if alibi_slopes is sinks is None and call.dropout_p == 0.0:
@@ -334,17 +346,33 @@ def check_max_seqlens(**values: Any) -> None:
     for name, value in values.items():
         if value is None or type(value) is int or isinstance(value, Tensor):
             continue
+        refuse_proxy(name, value)
         try:
             index(value)
         except TypeError:
             raise InvalidProblemError(f"{name}={value!r} is no integer; leave it out, no kernel needs it") from None
 
 
-def _reference(backend: Any) -> int:
-    """The one backend beside the usual one."""
-    if not (isinstance(backend, str) and backend == "reference"):
+def _backend_of(backend: Any, usual: int) -> int:
+    """What a backend's name means; InvalidProblemError for one that is none."""
+    if not (isinstance(backend, str) and backend in (_GENERATED, "reference")):
         raise InvalidProblemError(f'backend={backend!r} is not "generated" or "reference"; leave it out for kernels')
-    return REFERENCE
+    return usual if backend == _GENERATED else REFERENCE
+
+
+def _causal_bias_of(
+    q: Tensor, k: Tensor, v: Tensor, layout: str, causal: Any, attn_mask: Tensor
+) -> tuple[Any, Tensor | None]:
+    """(causal, attn_mask) of a call whose mask may be a causal bias of torch."""
+    rows_of(_LAYOUTS[layout]).check_kinds(q, k, v, NO_EXTRAS)
+    axis = 1 if layout == "bshd" else 2
+    seqlen_q, seqlen_k = q.shape[axis], k.shape[axis]
+    top_left = causal_bias_of(attn_mask, seqlen_q, seqlen_k)
+    if top_left is None:
+        return causal, attn_mask
+    if not top_left or seqlen_q == seqlen_k:
+        return True, None
+    return causal, torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device).tril_()
 
 
 def warmup(
@@ -359,8 +387,9 @@ def warmup(
     kernels of their backward, whichever gradients are needed. Needed before a call is captured in a CUDA graph. The
     device is the current GPU unless named.
     """
+    backward = as_flag("backward", backward)
     index = device_index(device)
-    for called in map(_as_called, problems):
+    for called in (problem.as_called() for problem in AttentionProblem.several(problems)):
         kernel_for(called, index)
         if backward:
             usual, unordered = (dispatcher_of(index).backward(called, unordered=free) for free in (False, True))
@@ -380,15 +409,12 @@ def explain(
 
     With `backward` the same of the kernels of its whole backward, and which way they are.
     """
-    asked, called = dispatcher_of(device_index(device)), _as_called(problem)
+    backward = as_flag("backward", backward)
+    asked, called = dispatcher_of(device_index(device)), AttentionProblem.of(problem).as_called()
     if not backward:
         return asked.peek(called).describe()
     choice = asked.backward_choice(called, unordered=called.family.unordered)
     return "\n".join([choice.describe(), *(asked.peek(one).describe() for one in choice.problems)])
-
-
-def _as_called(problem: AttentionProblem | str) -> AttentionProblem:
-    return (AttentionProblem.parse(problem) if isinstance(problem, str) else problem).as_called()
 
 
 # What arguments mean that are not served; None is off.
@@ -409,3 +435,7 @@ def _check_served(**arguments: Any) -> None:
             raise UnsupportedError(
                 f"{name} ({_FEATURES[name]}) is not served by this release of fa_autotune; leave it out"
             )
+
+
+for _function in (attention, attention_varlen):
+    keep_out_of_scripts(_function)

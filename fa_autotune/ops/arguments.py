@@ -20,12 +20,13 @@ from fa_autotune.ops.call import (
     Call,
     Extras,
 )
+from fa_autotune.ops.seeds import seed_for
+from fa_autotune.ops.tensor_kinds import check_tensor, refuse_proxy
 from fa_autotune.problem.family import MAX_HEAD_DIM, MIN_HEAD_DIM
 from fa_autotune.reference.attention import TORCH_DTYPES
-from fa_autotune.reference.dropout import draw_seed
 
 MIN_SCALE, MAX_SCALE = 2.0**-125, 2.0**127  # times log2(e), still a normal fp32 number
-DEVICE_TYPES = ("cuda", "cpu")
+DEVICE_TYPES = ("cuda", "cpu", "meta")  # meta: shapes alone, as torch's own attention
 DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 
 
@@ -46,8 +47,33 @@ def call_of(
         softcap = as_softcap(softcap)
     if type(dropout_p) is not float or dropout_p != 0.0:
         dropout_p = as_dropout(dropout_p)
+    if causal is not False and causal is not True:
+        causal = as_flag("causal", causal)
     mask, left, right = mask_of(causal, window_size)
     return Call(softmax_scale, mask, layout, backend, left, right, softcap, dropout_p, tf32)
+
+
+def as_flag(name: str, value: Any) -> bool:
+    """A yes or no of a call: a bool of Python or numpy, 0 or 1; InvalidProblemError for all else, tensors too.
+
+    Callers look for True and False themselves first.
+    """
+    if value is True or value is False:
+        return bool(value)
+    kind = type(value)
+    if isinstance(value, torch.SymBool) or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")):
+        return bool(value)
+    refuse_proxy(name, value)
+    try:
+        if isinstance(value, Tensor):
+            raise TypeError
+        number = index(value)
+    except (TypeError, ValueError, RuntimeError):
+        number = -1
+    if number not in (0, 1):
+        what = "a tensor, for whose value the host would wait" if isinstance(value, Tensor) else f"{value!r}"
+        raise InvalidProblemError(f"{name} is {what}; it is True or False: pass bool(…) of it if that is what is meant")
+    return number == 1
 
 
 def as_scale(value: Any) -> float:
@@ -102,6 +128,7 @@ def check_dropout(dropout_p: float) -> None:
 
 
 def _as_float(name: str, value: Any, off: str) -> float:
+    refuse_proxy(name, value)
     try:
         if isinstance(value, (str, bytes)):
             raise TypeError
@@ -132,7 +159,7 @@ def as_extras(
 
     InvalidProblemError for what is none.
     """
-    seed = draw_seed(q.device) if call.dropout_p != 0.0 else None
+    seed = seed_for(q) if call.dropout_p != 0.0 else None
     if cu_seqlens is None:
         if alibi_slopes is sinks is attn_mask is seed is None:
             return NO_EXTRAS
@@ -161,7 +188,7 @@ def _as_mask(mask: Any) -> Tensor | None:
     """A mask with four axes; what they must be is checked once for each kind of call."""
     if mask is None:
         return None
-    check_tensor("attn_mask", mask)
+    check_tensor("attn_mask", mask, beside=True)
     if mask.ndim > 4:
         raise InvalidProblemError(
             f"attn_mask has shape {tuple(mask.shape)}; it has at most 4 dimensions: batch, heads, seqlen_q, seqlen_k"
@@ -190,7 +217,7 @@ def as_heads_numbers(name: str, tensor: Any, q: Tensor, batch_size: int, heads: 
     """A number for each head, or (`batched`) of each batch too, as kernels take them: fp32 (batch, heads)."""
     if tensor is None:
         return None
-    check_tensor(name, tensor)
+    check_tensor(name, tensor, beside=True)
     sizes = [(heads,), *([(batch_size, heads)] if batched else [])]
     if tuple(tensor.shape) not in sizes:
         rule = f"({heads},){f' or ({batch_size}, {heads})' if batched else ''}"
@@ -239,21 +266,16 @@ def mask_of(causal: Any, window_size: Any) -> tuple[int, int, int]:
 def as_window(value: Any) -> tuple[int, int]:
     """A window's (left, right) as integers, OPEN where they are negative; InvalidProblemError if they are no two."""
     try:
-        left, right = (index(side) for side in value)
+        left, right = value
+        # A graph's own integers pass for int, and index() would make them constants.
+        left = left if type(left) is int else index(left)
+        right = right if type(right) is int else index(right)
     except (TypeError, ValueError):
         raise InvalidProblemError(
             f"window_size={value!r} is not (left, right): how many keys a row sees before and after its own, integers, "
             "-1 for all; leave it out for no window"
         ) from None
-    return max(left, OPEN), max(right, OPEN)
-
-
-def check_tensor(name: str, tensor: Any) -> None:
-    """InvalidProblemError for what has no dimensions to be read."""
-    if not isinstance(tensor, Tensor):
-        raise InvalidProblemError(f"{name} is a {type(tensor).__name__}, attention takes torch tensors; convert it")
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        raise InvalidProblemError(f"{name} is a sparse or nested tensor, attention takes dense ones; convert it")
+    return left if left >= 0 else OPEN, right if right >= 0 else OPEN
 
 
 def are_right(q: Tensor, k: Tensor, v: Tensor, *, rows_first: bool) -> bool:
@@ -285,7 +307,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype not in DTYPES:
             known = ", ".join(str(dtype) for dtype in DTYPES)
-            raise InvalidProblemError(f"{name} is {tensor.dtype}, attention takes {known}; cast it")
+            way = "pass its dequantize()" if tensor.is_quantized else "cast it"
+            raise InvalidProblemError(f"{name} is {tensor.dtype}, attention takes {known}; {way}")
         if tensor.device != q.device:
             raise InvalidProblemError(f"{name} is on {tensor.device} and q on {q.device}; move one of them")
         if tensor.dtype != q.dtype:
@@ -293,7 +316,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         if tensor.shape[0] != q.shape[0]:
             raise InvalidProblemError(f"{name} has batch size {tensor.shape[0]} and q {q.shape[0]}; they must be equal")
     if q.device.type not in DEVICE_TYPES:
-        raise UnsupportedError(f"attention runs on cuda and cpu tensors, not on {q.device}")
+        raise UnsupportedError(f"attention runs on cuda and cpu tensors, not on {q.device}; move them")
     if q.shape[3] != k.shape[3]:
         raise InvalidProblemError(f"q has head_dim {q.shape[3]} and k {k.shape[3]}; they must be equal")
     for name, head_dim in (("q", q.shape[3]), ("v", v.shape[3])):

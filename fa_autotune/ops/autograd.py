@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from fa_autotune.errors import UnsupportedError
 from fa_autotune.ops.call import NO_EXTRAS, PACKED, Call, Extras, Gradients, Into, Needed, Saved
@@ -22,11 +23,15 @@ from fa_autotune.ops.library import (
 )
 from fa_autotune.ops.plans import Plan, plan_of
 from fa_autotune.ops.rows.kinds import rows_of
+from fa_autotune.ops.sharding import prepared, registered
+from fa_autotune.ops.tensor_kinds import PLAIN, ask, check_tensor
 from fa_autotune.ops.torch_private import (
     apply_of,
     has_forward_mode,
     is_batched,
+    is_functionalizing,
     is_in_dispatch_mode,
+    is_profiling,
     is_transforming,
     tracing_state,
     unwrap_dead_wrappers,
@@ -34,17 +39,19 @@ from fa_autotune.ops.torch_private import (
 
 Attended = Tensor | tuple[Tensor, Tensor]  # out, or (out, lse)
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 _is_compiling = torch.compiler.is_compiling
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call, with_lse: bool) -> Attended:
-    """Attention of a call's tensors: out, or (out, lse)."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call, with_lse: bool, *, is_named: bool = False
+) -> Attended:
+    """Attention of a call's tensors: out, or (out, lse). `is_named`: a range of the profiler is open for it."""
     if (
-        not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
+        not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN)
         or is_seen_by_others()
         or (q.is_neg() or k.is_neg() or v.is_neg())
         or (extras is not NO_EXTRAS and not all(map(_is_usual, extras.given())))
+        or (is_profiling() and not is_named)
     ):
         return _attend_with_care(q, k, v, extras, call, with_lse)
     if is_autocast(q):
@@ -56,7 +63,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call, with_lse
         if all(one is other for one, other in zip(alive, (q, k, v, *extras), strict=True)):
             raise
         q, k, v, *of_extras = alive
-        return attend(q, k, v, extras_of(of_extras), call, with_lse)
+        return attend(q, k, v, extras_of(of_extras), call, with_lse, is_named=is_named)
     if torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
@@ -75,15 +82,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call, with_lse
 
 
 def _is_usual(tensor: Tensor) -> bool:
-    return type(tensor) in _PLAIN and not tensor.is_neg()
+    return type(tensor) in PLAIN and not tensor.is_neg()
 
 
 def _attend_with_care(q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call, with_lse: bool) -> Attended:
     """`attend` for tensors that are not what they seem, and where others look on."""
-    is_plain = all(type(tensor) in _PLAIN for tensor in (q, k, v, *extras.given()))
+    is_plain = all(type(tensor) in PLAIN for tensor in (q, k, v, *extras.given()))
     if not is_plain:
         rows_of(call.layout).check_kinds(q, k, v, extras)
-    if call.layout == PACKED and is_transforming():
+        if _is_compiling():
+            registered()
+        else:
+            extras = prepared(q, k, v, extras)
+    if call.layout == PACKED and is_transforming() and not is_functionalizing():
         raise UnsupportedError(
             "attention_varlen is not served under torch.func's transforms (vmap, grad, vjp, jvp) by this release of "
             "fa_autotune; use torch.autograd, or `attention` on a padded batch"
@@ -95,9 +106,16 @@ def _attend_with_care(q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Cal
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
         extras = extras_of(tensor if tensor is None else tensor.resolve_neg() for tensor in extras)
     if is_plain and not is_seen_by_others():
-        return attend(q, k, v, extras, call, with_lse)
-    op: Any = attention_op if _is_compiling() or not is_transforming() else TransformableAttention.apply
-    out, lse = op(q, k, v, *call, *extras)
+        if not is_profiling():
+            return attend(q, k, v, extras, call, with_lse)
+        with record_function("fa_autotune::forward"):
+            return attend(q, k, v, extras, call, with_lse, is_named=True)
+    arguments = q, k, v, *call, *extras
+    if _is_compiling():
+        out, lse = attention_op(*arguments)
+    else:
+        is_operator = not is_transforming() or is_functionalizing()
+        out, lse = ask(attention_op if is_operator else TransformableAttention.apply, arguments)
     return (out, lse) if with_lse else out
 
 
@@ -114,7 +132,11 @@ def attend_stacked(q: Tensor | None, stacked: Tensor, extras: Extras, call: Call
         and all(map(_is_usual, (stacked, *extras.given())))
         and (q is None or _is_usual(q))
     ):
-        found: Attended = _apply_stacked(q, stacked, call, with_lse, *extras)
+        if not is_profiling():
+            found: Attended = _apply_stacked(q, stacked, call, with_lse, *extras)
+            return found
+        with record_function("fa_autotune::forward"):
+            found = _apply_stacked(q, stacked, call, with_lse, *extras)
         return found
     q, k, v = parts_of(q, stacked, rows_of(call.layout).stack_axis)
     return attend(q, k, v, extras, call, with_lse)
@@ -157,7 +179,7 @@ def is_seen_by_others() -> bool:
 
 def _is_plain(gradient: Tensor | None) -> bool:
     """False for a gradient that is more than its memory: a subclass, or many at once (is_grads_batched)."""
-    return gradient is None or (type(gradient) in _PLAIN and not is_batched(gradient))
+    return gradient is None or (type(gradient) in PLAIN and not is_batched(gradient))
 
 
 def _gradients_of(
@@ -165,8 +187,23 @@ def _gradients_of(
 ) -> Gradients | None:
     """What an eager backward gives; None where its operator must be seen, or is to refuse a second derivative."""
     if torch.is_grad_enabled() or is_seen_by_others() or not (_is_plain(d_out) and _is_plain(d_lse)):
+        if not _is_compiling():
+            _check_gradients(d_out, d_lse)
         return None
-    return plan.backward(saved, d_out, d_lse, needed, into)
+    try:
+        if not is_profiling():
+            return plan.backward(saved, d_out, d_lse, needed, into)
+        with record_function("fa_autotune::backward"):
+            return plan.backward(saved, d_out, d_lse, needed, into)
+    except RuntimeError:  # perhaps a gradient that is not dense
+        _check_gradients(d_out, d_lse)
+        raise
+
+
+def _check_gradients(d_out: Tensor | None, d_lse: Tensor | None) -> None:
+    for name, gradient in (("the gradient of out", d_out), ("the gradient of lse", d_lse)):
+        if gradient is not None:
+            check_tensor(name, gradient)
 
 
 class _Attention(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fa_autotune.dispatch.dispatcher import BackwardWay
 from fa_autotune.dispatch.loaded_kernels import dispatcher_of
+from fa_autotune.errors import NoKernelError
 from fa_autotune.kernels.fast_launch import Counts, Launch
 from fa_autotune.kernels.loaded import LoadedKernel
 from fa_autotune.ops.call import UNORDERED, Extras, Saved
@@ -56,7 +57,10 @@ def backward_of(kernels: CallKernels, saved: Saved, d_out: Tensor, into: Targets
     way = dispatcher.backward_way(kernels.problem_as(access), unordered=unordered)
     if way is BackwardWay.SPLIT:
         return SplitBackward(kernels, access, saved, d_out, into)
-    return FusedBackward(kernels, saved, d_out, into.q, unordered=way is BackwardWay.FUSED_UNORDERED)
+    try:
+        return FusedBackward(kernels, saved, d_out, into.q, unordered=way is BackwardWay.FUSED_UNORDERED)
+    except NoKernelError:  # its kernel did not compile, with a Triton that is not known
+        return SplitBackward(kernels, access, saved, d_out, into)
 
 
 class _Step:
@@ -64,7 +68,7 @@ class _Step:
 
     def __init__(self, kernels: CallKernels, kernel: LoadedKernel) -> None:
         self._kernels, self._kernel = kernels, kernel
-        self._extras = kernel.candidate.family.extra_tensors
+        self._extras = kernel.extra_tensors
         self._launch: Launch | None = None
 
     def __call__(self, counts: Counts | None, extras: Extras, *tensors: Tensor) -> None:

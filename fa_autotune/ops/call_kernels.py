@@ -126,10 +126,9 @@ class CallKernels:
         self, kernel: LoadedKernel, tensors: Sequence[Tensor], extras: Extras, like: Launch | None = None
     ) -> Launch:
         """A kernel bound to what its pass takes and gives, as a call has it, and to the call's extras and numbers."""
-        family, rows = kernel.candidate.family, self.rows
-        names = (*family.kernel_pass.spec.takes, *family.outputs)
-        taken = [_as_taken(rows, TENSORS[name], tensor) for name, tensor in zip(names, tensors, strict=True)]
-        taken += [rows.extra(name, getattr(extras, name)) for name in family.extra_tensors]
+        rows = self.rows
+        taken = [_as_taken(rows, TENSORS[name], tensor) for name, tensor in zip(kernel.operands, tensors, strict=True)]
+        taken += [rows.extra(name, getattr(extras, name)) for name in kernel.extra_tensors]
         left_diagonal, diagonal = self._bounds
         values = {
             "softmax_scale": self.family.head_dim**-0.5 if self.call.softmax_scale is None else self.call.softmax_scale,
@@ -139,7 +138,7 @@ class CallKernels:
             "dropout_p": self.call.dropout_p,
             "key_offset": self.shape.seqlen_k - self.shape.seqlen_q,
         }
-        return bind(kernel, taken, [values[name] for name in family.numbers], is_counted=rows.is_packed, like=like)
+        return bind(kernel, taken, [values[name] for name in kernel.numbers], is_counted=rows.is_packed, like=like)
 
     def _family(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> AttentionFamily:
         call, (left_diagonal, diagonal) = self.call, self._bounds

@@ -12,20 +12,31 @@ from torch import Tensor
 
 from fa_autotune.errors import UnsupportedError
 from fa_autotune.ops.call import NO_EXTRAS, Call, Extras, Gradients, Needed, Saved
+from fa_autotune.ops.flops import register_flops
+from fa_autotune.ops.operators import LIBRARY
 from fa_autotune.ops.plans import plan_of
 from fa_autotune.ops.rows.kinds import rows_of
-from fa_autotune.ops.torch_private import autograd_info, has_forward_mode, has_tangent, make_autograd_impl
+from fa_autotune.ops.sharding import is_sharded
+from fa_autotune.ops.tensor_kinds import ask
+from fa_autotune.ops.torch_private import (
+    autograd_info,
+    has_forward_mode,
+    has_tangent,
+    is_transforming,
+    make_autograd_impl,
+)
 
 _library: Any = torch.library  # its functions lack types
-LIBRARY = _library.Library("fa_autotune", "DEF")
 
+# Numbers of a type that a graph may leave open, where `float` would make each a constant.
 _CALL = (
-    "float? softmax_scale, int mask, int layout, int backend, int window_left=-1, int window_right=-1, "
-    "float softcap=0.0, float dropout_p=0.0, bool tf32=False"
+    "Scalar? softmax_scale, int mask, int layout, int backend, SymInt window_left=-1, SymInt window_right=-1, "
+    "Scalar softcap=0.0, Scalar dropout_p=0.0, bool tf32=False"
 )
-_EXTRAS = ", ".join(f"Tensor? {name}=None" for name in Extras._fields)
+_EXTRAS = ", ".join(f"Tensor? {name}=None" for name in (*Extras._fields, "numbers"))
 _GRADIENTS = ", ".join(f"Tensor d_{name}" for name in Gradients._fields)
 _NUM_CALL = len(Call._fields)
+_NUM_ARGUMENTS = _NUM_CALL + len(Extras._fields)  # and `numbers`, see `opened`
 LIBRARY.define(
     f"forward(Tensor q, Tensor k, Tensor v, {_CALL}, {_EXTRAS}) -> (Tensor out, Tensor lse)",
     tags=torch.Tag.pt2_compliant_tag,
@@ -51,11 +62,47 @@ def needed_of(q: bool, k: bool, v: bool, of_extras: Iterable[bool]) -> Needed:
 
 def _said(arguments: tuple[Any, ...]) -> tuple[Call, Extras]:
     """An operator's arguments after its first tensors: what the call says, and its extras."""
-    return Call(*arguments[:_NUM_CALL]), extras_of(arguments[_NUM_CALL:])
+    return Call(*arguments[:_NUM_CALL]), extras_of(arguments[_NUM_CALL:_NUM_ARGUMENTS])
+
+
+def _numbers_of(arguments: tuple[Any, ...]) -> Tensor | None:
+    """What a graph left open: see `opened`. Defaults at the end may be missing."""
+    return arguments[_NUM_ARGUMENTS] if len(arguments) > _NUM_ARGUMENTS else None
+
+
+def _said_with_numbers(arguments: tuple[Any, ...]) -> tuple[Call, Extras]:
+    """`_said`, with the numbers that a graph left open."""
+    (call, extras), numbers = _said(arguments), _numbers_of(arguments)
+    if numbers is None:
+        return call, extras
+    scale, softcap, dropout_p = numbers.tolist()  # on the host
+    scale = None if call.softmax_scale is None else scale
+    return call._replace(softmax_scale=scale, softcap=softcap, dropout_p=dropout_p), extras
+
+
+def opened(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """An operator's arguments whose numbers, where a graph leaves one open, are a float64 tensor (3,) on the host.
+
+    It holds scale, cap and dropout probability; what stands in their places says which of them there are. A graph that
+    holds floats themselves is compiled anew for each value.
+    """
+    call = Call(*arguments[:_NUM_CALL])
+    numbers = call.softmax_scale, call.softcap, call.dropout_p
+    if not any(isinstance(number, torch.SymFloat) for number in numbers):
+        return arguments
+    unit = torch.ones((), dtype=torch.float64)
+    held = torch.stack([unit * (0.0 if number is None else number) for number in numbers])
+    call = call._replace(
+        softmax_scale=None if call.softmax_scale is None else 1.0,
+        softcap=1.0 if call.softcap != 0.0 else 0.0,
+        dropout_p=0.5 if call.dropout_p != 0.0 else 0.0,
+    )
+    extras = (*arguments[_NUM_CALL:], *(None,) * (_NUM_ARGUMENTS - len(arguments)))
+    return (*call, *extras[: len(Extras._fields)], held)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    call, extras = _said(arguments)
+    call, extras = _said_with_numbers(arguments)
     return plan_of(q, k, v, extras, call).forward(q, k, v, extras)
 
 
@@ -70,7 +117,7 @@ def _backward(
     needed: list[bool],
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
-    call, extras = _said(arguments)
+    call, extras = _said_with_numbers(arguments)
     plan = plan_of(q, k, v, extras, call)
     gradients = plan.backward(Saved(q, k, v, out, lse, extras), d_out, d_lse, Needed(*needed))
     if gradients.attn_mask is not None:  # what is written for whole 16 bytes is not what was promised to the compiler
@@ -118,6 +165,7 @@ def _fake_backward(
 
 _library.register_fake("fa_autotune::forward", _fake_forward, lib=LIBRARY)
 _library.register_fake("fa_autotune::backward", _fake_backward, lib=LIBRARY)
+register_flops(torch.ops.fa_autotune.forward, torch.ops.fa_autotune.backward)
 
 
 def attention_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -128,14 +176,22 @@ def attention_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tens
 
 def gradients_op(saved: Saved, d_out: Tensor | None, d_lse: Tensor | None, call: Call, needed: Needed) -> Gradients:
     """A plan's `backward`, through the dispatcher."""
-    return _gradients_by(torch.ops.fa_autotune.backward, saved, d_out, d_lse, call, needed)
+    op: Any = torch.ops.fa_autotune.backward
+    return _gradients_by(lambda *arguments: ask(op, arguments), saved, d_out, d_lse, call, needed)
 
 
 def _gradients_by(
-    op: Any, saved: Saved, d_out: Tensor | None, d_lse: Tensor | None, call: Call, needed: Needed
+    op: Any,
+    saved: Saved,
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    call: Call,
+    needed: Needed,
+    numbers: Tensor | None = None,
 ) -> Gradients:
     q, k, v, out, lse, extras = saved
-    found = op(d_out, d_lse, q, k, v, out, lse, list(needed), *call, *extras)
+    open_numbers = () if numbers is None else (numbers,)
+    found = op(d_out, d_lse, q, k, v, out, lse, list(needed), *call, *extras, *open_numbers)
     return Gradients(*(gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True)))
 
 
@@ -145,7 +201,7 @@ def _gradients_by(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *arguments = inputs
     call, extras = _said(tuple(arguments))
-    ctx.save_for_backward(q, k, v, *output, *extras)
+    ctx.save_for_backward(q, k, v, *output, *extras, _numbers_of(tuple(arguments)))
     ctx.set_materialize_grads(False)
     ctx.call = call
 
@@ -159,10 +215,10 @@ def _differentiate_by(op: Any, ctx: Any, d_out: Tensor | None, d_lse: Tensor | N
     for_q, for_k, for_v, *for_others = ctx.needs_input_grad
     if d_out is None and d_lse is None:
         return (None,) * len(ctx.needs_input_grad)
-    q, k, v, out, lse, *extras = ctx.saved_tensors
+    q, k, v, out, lse, *extras, numbers = ctx.saved_tensors
     needed = needed_of(for_q, for_k, for_v, for_others[_NUM_CALL:])
-    found = _gradients_by(op, Saved(q, k, v, out, lse, extras_of(extras)), d_out, d_lse, ctx.call, needed)
-    of_others = (*(None,) * _NUM_CALL, *found.of_extras())
+    found = _gradients_by(op, Saved(q, k, v, out, lse, extras_of(extras)), d_out, d_lse, ctx.call, needed, numbers)
+    of_others = (*(None,) * _NUM_CALL, *found.of_extras(), None)
     return found.q, found.k, found.v, *of_others[: len(for_others)]
 
 
@@ -180,7 +236,12 @@ def _register_forward_autograd() -> None:
     def forward(keys: Any, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
         if has_forward_mode():
             check_tangents(q, k, v, *(tensor for tensor in arguments if isinstance(tensor, Tensor)))
-        return differentiated(keys, q, k, v, *arguments)
+        if is_transforming() and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
+            raise UnsupportedError(
+                "attention has no gradient where torch.func.functionalize meets torch.func.grad (vjp, jacrev): leave "
+                "functionalize out, since attention changes none of its tensors, or trace with torch.compile"
+            )
+        return differentiated(keys, q, k, v, *(arguments if is_sharded(q) else opened(arguments)))
 
     LIBRARY.impl("forward", forward, "Autograd", with_keyset=True)
 
@@ -208,6 +269,8 @@ def fold_batch(op: Any, batch_size: int, in_dims: Any, arguments: tuple[Any, ...
         )
     if any(tensor.dtype is torch.int32 for tensor, _ in tensors):
         raise UnsupportedError("attention_varlen has no rule for vmap; use `attention` on a padded batch")
+    if batch_size == 0:  # no example to fold: one that is made up gives the results' kinds and shapes
+        return _results_of_nothing(op, in_dims, arguments)
     batch = max(tensor.shape[0 if dim is None else int(dim == 0)] for tensor, dim in tensors)
 
     def folded(tensor: Any, dim: int | None) -> Any:
@@ -223,6 +286,23 @@ def fold_batch(op: Any, batch_size: int, in_dims: Any, arguments: tuple[Any, ...
     dims = tuple(None if result.ndim == 1 else 0 for result in results)
     unfolded = zip(results, dims, strict=True)
     return tuple(result if dim is None else result.unflatten(0, (batch_size, -1)) for result, dim in unfolded), dims
+
+
+def _results_of_nothing(op: Any, in_dims: Any, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    """`fold_batch` of no example."""
+    results = op(
+        *(
+            argument.new_zeros([size for axis, size in enumerate(argument.shape) if axis != dim])
+            if isinstance(argument, Tensor) and dim is not None
+            else argument
+            for argument, dim in zip(arguments, in_dims, strict=True)
+        )
+    )
+    dims = tuple(None if result.ndim == 1 else 0 for result in results)
+    return tuple(
+        result if dim is None else result.new_empty((0, *result.shape))
+        for result, dim in zip(results, dims, strict=True)
+    ), dims
 
 
 def _vmap_of(op: Any) -> Any:

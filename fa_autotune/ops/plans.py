@@ -106,6 +106,8 @@ def _new_plan(rows: Rows, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call:
     check_softcap(call.softcap)
     check_dropout(call.dropout_p)
     check_seed(extras.dropout_seed, call.dropout_p, q.device)
+    if q.device.type == "meta":
+        return _MetaPlan(rows, call)
     if rows.is_empty(q, k, extras):
         return _EmptyPlan(rows, call)
     if scale is not None and not MIN_SCALE <= scale <= MAX_SCALE:
@@ -161,6 +163,23 @@ class _PlainPlan:
                 (saved.q, saved.k, saved.v), (needed.q, needed.k, needed.v), places, strict=True
             )
         )
+
+
+class _MetaPlan(_PlainPlan):
+    """Tensors on the meta device, which have no memory: results of the right shapes."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
+        """Where they would lie."""
+        return self._results(q, v)
+
+    def backward(
+        self, saved: Saved, d_out: Tensor | None, d_lse: Tensor | None, needed: Needed, into: Into | None = None
+    ) -> Gradients:
+        """Where they would lie."""
+        dq, dk, dv = self._gradients(saved, needed, into)
+        sinks, mask = saved.extras.sinks, saved.extras.attn_mask
+        d_sinks = torch.empty_like(sinks) if sinks is not None and needed.sinks else None
+        return Gradients(dq, dk, dv, d_sinks, torch.empty_like(mask) if mask is not None and needed.attn_mask else None)
 
 
 class _EmptyPlan(_PlainPlan):

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from fa_autotune.errors import InvalidProblemError
-from fa_autotune.ops.arguments import as_dropout, as_extras, as_scale, check_tensor
+from fa_autotune.ops.arguments import as_dropout, as_extras, as_flag, as_scale
 from fa_autotune.ops.autograd import Attended, attend
-from fa_autotune.ops.call import BHSD, BHSD_STORED_AS_BSHD, FULL, GENERATED, TOP_LEFT, Call
+from fa_autotune.ops.call import BHSD, BHSD_STORED_AS_BSHD, BOTTOM_RIGHT, FULL, GENERATED, TOP_LEFT, Call
+from fa_autotune.ops.tensor_kinds import PLAIN, causal_bias_of, check_tensor, keep_out_of_scripts
 
 
 def scaled_dot_product_attention(
@@ -32,6 +33,10 @@ def scaled_dot_product_attention(
     """
     if type(dropout_p) is not float or dropout_p != 0.0:
         dropout_p = as_dropout(dropout_p)
+    if is_causal is not False and is_causal is not True:
+        is_causal = as_flag("is_causal", is_causal)
+    if enable_gqa is not False and enable_gqa is not True:
+        enable_gqa = as_flag("enable_gqa", enable_gqa)
     if attn_mask is not None and is_causal:
         raise InvalidProblemError(
             "attn_mask and is_causal=True are given; PyTorch takes one of them: leave is_causal out and put it into "
@@ -42,6 +47,10 @@ def scaled_dot_product_attention(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)
     mask = TOP_LEFT if is_causal else FULL
+    if attn_mask is not None and type(attn_mask) not in PLAIN and min(query.ndim, key.ndim) >= 2:
+        top_left = causal_bias_of(attn_mask, query.shape[-2], key.shape[-2])
+        if top_left is not None:
+            mask, attn_mask = TOP_LEFT if top_left else BOTTOM_RIGHT, None
     lead = query.shape[:-2]
     if len(lead) == 2 and (lead == key.shape[:-2] == value.shape[:-2] or (enable_gqa and _is_batch(query, key, value))):
         layout = BHSD_STORED_AS_BSHD if query.stride(1) < query.stride(2) else BHSD
@@ -117,3 +126,7 @@ def _common(shapes: Sequence[Sequence[int]], what: str) -> tuple[int, ...]:
 def _out_of(results: Attended) -> Tensor:
     assert isinstance(results, Tensor)  # none asked for lse
     return results
+
+
+for _function in (scaled_dot_product_attention,):
+    keep_out_of_scripts(_function)

@@ -4,12 +4,15 @@ They make a call cheap (allocation, the current GPU, an autograd function's own 
 runs (transforms, tracing), or set what has no public name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy
 
 
 def found(path: str, fallback: Any) -> Any:
@@ -40,10 +43,26 @@ current_gpu: Callable[[], int] = found("_C._cuda_getDevice", torch.cuda.current_
 is_transforming: Callable[[], bool] = found("_C._are_functorch_transforms_active", lambda: False)
 tracing_state: Callable[[], object | None] = found("_C._get_tracing_state", lambda: None)
 is_in_dispatch_mode: Callable[[], bool] = found("utils._python_dispatch.is_in_torch_dispatch_mode", lambda: False)
+transforms: Callable[[], Any] = found("_C._functorch.get_interpreter_stack", lambda: None)
 is_batched: Callable[[Tensor], bool] = found("_C._functorch.is_legacy_batchedtensor", lambda tensor: False)
 unwrap_dead_wrappers: Callable[[tuple[Any, ...]], tuple[Any, ...]] = found(
     "_functorch.utils.unwrap_dead_wrappers", lambda values: values
 )
+
+_profiler: Any = torch.autograd.profiler
+if not hasattr(_profiler, "_is_profiler_enabled"):
+    _profiler = SimpleNamespace(_is_profiler_enabled=False)
+
+
+def is_profiling() -> bool:
+    """Whether the profiler records; False where torch does not tell, and calls have no range of their own in it."""
+    return bool(_profiler._is_profiler_enabled)
+
+
+def is_functionalizing() -> bool:
+    """Whether one of torch.func's transforms is functionalize, for which autograd functions have no rule."""
+    return any(transform.key().name == "Functionalize" for transform in transforms() or ())
+
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
@@ -71,7 +90,82 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return inner
 
 
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+def take_down(library: Any) -> None:
+    """Undo all that a torch.library.Library defined, where torch knows a way."""
+    getattr(library, "_destroy", lambda: None)()
+
+
+# --- sharded tensors --------------------------------------------------------------------------------------------------
+
+
+def register_sharding(
+    op: Any,
+    shardings: Callable[..., list[tuple[list[Any], list[Any]]]],
+    is_even: Callable[..., bool],
+    first_static: int,
+) -> bool:
+    """Have DTensor know how an operator's tensors may be sharded; False where torch does not take it as told here.
+
+    `shardings`: of the operator's arguments, tensors as specs: (placements of results, placements of arguments) along
+    one dimension of a mesh, None for what is no tensor. `is_even`: of the specs of the tensors among them, as they
+    are to lie, and of the arguments: whether that is served. What is no tensor, from `first_static` on, is told apart.
+    """
+    expand = found("distributed.tensor._ops.utils.expand_to_full_mesh_op_strategy", None)
+    schema = found("distributed.tensor._op_schema", None)
+    propagator = found("distributed.tensor.DTensor._op_dispatcher.sharding_propagator", None)
+    if None in (expand, schema, propagator):
+        return False
+
+    def spec_of(argument: Any) -> Any:
+        return argument.strategies[0].output_spec if isinstance(argument, schema.OpStrategy) else argument
+
+    def strategy(called: Any) -> Any:
+        arguments = [spec_of(argument) for argument in called.args_schema]
+        placements = shardings(*arguments)
+        return expand(
+            called.get_mesh_from_args(),
+            called,
+            [[*results, *arguments] for results, arguments in placements],
+            input_index=len(op._schema.returns),
+            is_valid_strategy_cb=lambda given, results: is_even(given, *arguments),
+        )
+
+    propagator.register_op_strategy(op, strategy, schema.RuntimeSchemaInfo(first_static, needs_pytree=True))
+    return True
+
+
 # --- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def kept_for_backward() -> Iterator[None]:
+    """Have what is traced meanwhile be kept for the backward by a graph that computes other values again."""
+    meta = getattr(found("fx.traceback", None), "current_meta", None)
+    if meta is None:
+        yield
+        return
+    before = meta.get("recompute")
+    meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    try:
+        yield
+    finally:
+        if before is None:
+            del meta["recompute"]
+        else:
+            meta["recompute"] = before
+
+
+def least_memory_budget() -> float:
+    """Which share of the values that a backward needs a graph being traced may keep, 1.0 where torch does not tell."""
+    budgets = [getattr(found("_functorch.config", None), "activation_memory_budget", 1.0)]
+    custom = getattr(found("fx.traceback", None), "current_meta", {}).get("custom")
+    key = found("fx.traceback.MEMORY_BUDGET_ANNOTATION_KEY", None)
+    if isinstance(custom, dict) and key in custom:
+        budgets.append(custom[key])
+    return float(min(budgets))
 
 
 def allow_recompilations(count: int) -> None:

@@ -122,7 +122,7 @@ def known_device(name: str) -> DeviceSpec:
 
 def parse_triton_version(version: str) -> tuple[int, int]:
     """(3, 7) for `3.7.1`; UnsupportedError if the text is no version."""
-    match = re.match(r"(\d{1,9})\.(\d{1,9})", version)
+    match = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", version)
     if match is None:
         raise UnsupportedError(f"Triton version {version!r} is not like 3.7.1; reinstall Triton")
     return int(match[1]), int(match[2])

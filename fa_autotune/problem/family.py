@@ -5,11 +5,12 @@ one never changes old keys.
 """
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from fa_autotune.errors import InvalidProblemError
 from fa_autotune.problem.passes import (
@@ -19,6 +20,7 @@ from fa_autotune.problem.passes import (
 SCHEMA_VERSION = 1
 MIN_HEAD_DIM = 8
 MAX_HEAD_DIM = 512
+MAX_JSON_DEPTH = 32
 MAX_REMEMBERED_FAMILIES = 1024  # of a process; what follows from a family is worked out once
 
 
@@ -55,8 +57,26 @@ def require_int(name: str, value: object, low: int, high: int) -> None:
         raise InvalidProblemError(f"{name}={value!r} is not an integer from {low} to {high}")
 
 
+class KeepsHash:
+    """A frozen dataclass whose hash is worked out once, since that of many fields takes long.
+
+    It is no field, so that it stays behind when a value goes to another process, where texts have other hashes.
+    """
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            values = tuple([getattr(self, one.name) for one in fields(self)])  # type: ignore[arg-type]
+            object.__setattr__(self, "_hash", hash(values))
+            return self._hash
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionFamily:
+class AttentionFamily(KeepsHash):
     """What changes the generated source.
 
     `bounded_right` is true where a query row must not see keys past a diagonal (causal, or a window to the right), and
@@ -96,6 +116,8 @@ class AttentionFamily:
     dropout: bool = False
     varlen: bool = False
     tf32: bool = False
+
+    __hash__ = KeepsHash.__hash__
 
     def __post_init__(self) -> None:
         kinds = {"kernel_pass": Pass, "dtype": DType, "access": Access, "bounded_right": bool}
@@ -302,6 +324,44 @@ def canonical_json(values: Mapping[str, Any]) -> str:
     return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
+def parse_json(text: str) -> Any:
+    """Parse JSON of unknown origin; ValueError for what only Python takes for JSON, and for what nobody writes.
+
+    NaN and infinity, numbers past a double's range, a name that an object has twice, and MAX_JSON_DEPTH passed.
+    """
+    try:
+        value = json.loads(
+            text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_object_of_distinct_names
+        )
+    except RecursionError:
+        raise ValueError(f"it nests deeper than {MAX_JSON_DEPTH}") from None
+    level = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        nested = [part for part in level if isinstance(part, dict | list)]
+        level = [item for part in nested for item in (part.values() if isinstance(part, dict) else part)]
+        if not level:
+            return value
+    raise ValueError(f"it nests deeper than {MAX_JSON_DEPTH}")
+
+
+def _no_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is past the range of a double")
+    return value
+
+
+def _object_of_distinct_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("an object has a name twice")
+    return values
+
+
 MASK_KINDS = ("bool_mask", "bias", "wide_bias")
 SCORE_WORDS = ("softcap", "alibi", *MASK_KINDS, "loose_mask", "dropout")  # options that change scores
 PASS_WORDS = ("unordered", "mask_gradient")  # options of one pass, which a problem of another has not
@@ -326,8 +386,8 @@ def _is_schema(value: object) -> bool:
 def parse_key(key: str, expected: set[str], optional: set[str]) -> dict[str, Any]:
     """The entries of a canonical key, less its schema; InvalidProblemError unless they are exactly those."""
     try:
-        values = json.loads(key)
-    except (ValueError, TypeError, RecursionError) as error:
+        values = parse_json(key)
+    except (ValueError, TypeError) as error:
         raise InvalidProblemError(f"{key!r} is not JSON: {error}") from None
     if not isinstance(values, dict) or not _is_schema(values.pop("schema", None)):
         raise InvalidProblemError(

@@ -140,6 +140,8 @@ KEYLESS_PASSES = tuple(one for one in Pass if not one.spec.knows_keys)
 
 def parse_passes(text: str) -> tuple[Pass, ...]:
     """The passes of `fwd`, `bwd` (all of the backward) or their own names, separated by commas; each once."""
+    if not isinstance(text, str):
+        raise InvalidProblemError(f"passes={text!r} is no text; write it such as fwd or fwd,bwd")
     found: list[Pass] = []
     for word in (part.strip().lower() for part in text.split(",")):
         if word == "bwd":

@@ -1,7 +1,7 @@
 """What is to be computed: a problem is a family (what changes the kernel's source) and a shape (run-time numbers)."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -129,6 +129,29 @@ class AttentionProblem:
         return cls(family=AttentionFamily(**family_fields(values)), shape=shape)
 
     @classmethod
+    def of(cls, problem: Any) -> Self:
+        """A problem as it is, or of its text; InvalidProblemError for what is neither."""
+        if isinstance(problem, str):
+            return cls.parse(problem)
+        if not isinstance(problem, cls):
+            raise InvalidProblemError(
+                f"problem={problem!r} is a {type(problem).__name__}, and no problem; write it as "
+                '"4x32x8x4096x4096x128,causal", or as an AttentionProblem'
+            )
+        return problem
+
+    @classmethod
+    def several(cls, problems: Any) -> list[Self]:
+        """Problems of a list of them or of their texts, or of one alone; InvalidProblemError for what is none."""
+        if isinstance(problems, (str, cls)):
+            return [cls.of(problems)]
+        if not isinstance(problems, Iterable):
+            raise InvalidProblemError(
+                f'problems={problems!r} is no list of problems; write it as ["4x32x8x4096x4096x128,causal"]'
+            )
+        return [cls.of(problem) for problem in problems]
+
+    @classmethod
     def parse(cls, text: str) -> Self:
         """Read the short form `BxHqxHkvxLqxLkxD[xDv][,word…]`, a label or a key.
 
@@ -140,6 +163,8 @@ class AttentionProblem:
         `AttentionProblem.parse("4x32x8x4096x4096x128,causal")` is Llama-like prefill in bfloat16. `×` may stand for x.
         A pass makes it that kernel's problem of the same call, as `for_pass` does.
         """
+        if not isinstance(text, str):
+            raise InvalidProblemError(f"{text!r} is no text of a problem; write it as 4x32x8x4096x4096x128,causal")
         if text.lstrip().startswith("{"):
             return cls.from_key(text)
         if label := _LABEL.fullmatch(text.strip()):

@@ -7,6 +7,7 @@ bottom-right, and the slopes and sinks of `features` are (sequences, num_q_heads
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import index
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fa_autotune.reference.attention import (
     backward_statistics,
     gradients_from_statistics,
     reference_dtype,
+    signed_probabilities,
 )
 from fa_autotune.reference.features import NO_FEATURES, Features, seeing_rows, seen_keys
 from fa_autotune.space.workspace import STATISTIC_ROWS, packed_statistics_size
@@ -40,9 +42,10 @@ class PackedCall:
         """The rows and keys of each sequence that has rows, and what the reference is told of it."""
         for number, (rows, keys) in enumerate(self.sequences.rows()):
             if rows.stop > rows.start:
-                yield rows, keys, self._of(number, rows, keys)
+                yield rows, keys, self.told_of(number, rows, keys)
 
-    def _of(self, number: int, rows: slice, keys: slice) -> dict[str, Any]:
+    def told_of(self, number: int, rows: slice, keys: slice) -> dict[str, Any]:
+        """What the reference is told of one sequence."""
         offset = (keys.stop - keys.start) - (rows.stop - rows.start)
         diagonal, left = (
             side if side is None else side + offset for side in (self.diagonal, self.features.left_diagonal)
@@ -91,6 +94,26 @@ def packed_reference(q: Tensor, k: Tensor, v: Tensor, call: PackedCall) -> tuple
         found = attention_reference(q[:, :, rows], k[:, :, keys], v[:, :, keys], **told)
         out[:, :, rows], lse[:, :, rows] = found
     return out, lse
+
+
+def packed_probabilities(q: Tensor, k: Tensor, call: PackedCall, maxima: tuple[Any, Any]) -> Tensor:
+    """Those of each sequence, negative where dropout hides them: (sequences, num_q_heads, max_seqlen_q, max_seqlen_k).
+
+    0 behind a sequence's end. Maxima that are no integers, or too few, are the longest sequences' lengths.
+    """
+    lengths = call.sequences.lengths_q, call.sequences.lengths_k
+    sizes = [max((_length(asked), *longest)) for asked, longest in zip(maxima, lengths, strict=True)]
+    found = q.new_zeros(len(lengths[0]), q.shape[1], *sizes)
+    for number, (rows, keys) in enumerate(call.sequences.rows()):
+        if rows.stop > rows.start and keys.stop > keys.start:
+            told = call.told_of(number, rows, keys)
+            (signed,) = signed_probabilities(q[:, :, rows], k[:, :, keys], **told)
+            found[number, :, : signed.shape[1], : signed.shape[2]] = signed
+    return found
+
+
+def _length(maximum: Any) -> int:
+    return 0 if maximum is None or isinstance(maximum, Tensor) else index(maximum)
 
 
 def packed_same_precision(q: Tensor, k: Tensor, v: Tensor, call: PackedCall, *, tf32: bool = False) -> Tensor:

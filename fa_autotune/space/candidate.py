@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fa_autotune.problem.family import AttentionFamily
+from fa_autotune.problem.family import AttentionFamily, KeepsHash
 from fa_autotune.space.config import KernelConfig
 
 
@@ -29,9 +29,11 @@ class CompileForm(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(KeepsHash):
     """One config of one variant of a family: what is rendered and compiled."""
 
     family: AttentionFamily
     variant: Variant
     config: KernelConfig
+
+    __hash__ = KeepsHash.__hash__

@@ -4,14 +4,13 @@ Fields in upper case become constants of the generated module, those in lower ca
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
 from fa_autotune.errors import InvalidConfigError
-from fa_autotune.problem.family import canonical_json
+from fa_autotune.problem.family import canonical_json, parse_json
 
 SCHEMA_VERSION = 1
 ADDED_LATER = "added later"  # marks a field that rows of older releases lack
@@ -257,8 +256,8 @@ def config_from_key(kind: type[ConfigT], key: str) -> ConfigT:
     A field that was added later may be missing: its default keeps what older rows meant.
     """
     try:
-        values = json.loads(key)
-    except (ValueError, TypeError, RecursionError) as error:
+        values = parse_json(key)
+    except (ValueError, TypeError) as error:
         raise InvalidConfigError(f"{key!r} is not JSON: {error}") from None
     schema = values.pop("schema", None) if isinstance(values, dict) else None
     if type(schema) is not int or schema != SCHEMA_VERSION:  # JSON's true equals 1
@@ -273,17 +272,18 @@ def config_from_key(kind: type[ConfigT], key: str) -> ConfigT:
 
 def with_knobs(config: ConfigT, values: Mapping[str, Any]) -> ConfigT:
     """A config with other values of some of its fields, as JSON has them; InvalidConfigError."""
-    return replace(config, **_typed(values))
+    return replace(config, **_typed(values, by_people=True))
 
 
-def _typed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of fields as JSON has them, and its word for a schedule as one."""
+def _typed(values: Mapping[str, Any], *, by_people: bool = False) -> dict[str, Any]:
+    """Values of fields as JSON has them, and its word for a schedule as one; where people typed it also its name."""
     if "SCHEDULE" not in values:
         return dict(values)
-    try:
-        return {**values, "SCHEDULE": Schedule(values["SCHEDULE"])}
-    except ValueError:
-        raise InvalidConfigError(f"SCHEDULE={values['SCHEDULE']!r} is not one of: {', '.join(Schedule)}") from None
+    given = values["SCHEDULE"]
+    for schedule in Schedule:
+        if given in (schedule.value, schedule.name) if by_people else given == schedule.value:
+            return {**values, "SCHEDULE": schedule}
+    raise InvalidConfigError(f"SCHEDULE={given!r} is not one of: {', '.join(Schedule)}")
 
 
 _LAUNCH_LETTERS = (("w", "num_warps"), ("s", "num_stages"))

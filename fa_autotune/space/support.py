@@ -8,11 +8,23 @@ from fa_autotune.space.tiles import is_in_pieces
 from fa_autotune.space.workspace import NARROW_HEAD_DIM, PART_ROWS, WIDEST_SHARED, fused_tile, is_wide
 
 MIN_TRITON = (3, 6)
-GLUON_TRITONS = ((3, 6), (3, 7))
+TESTED_TRITONS = (MIN_TRITON, (3, 7), (3, 8), (3, 9))  # every variant was compiled with; newer ones are tried
 WIDEST_VARLEN_WINDOW = 192  # of the fused backward, with both edges
 WIDEST_WITH_LEFT_WINDOW = 192  # head_dim_v of the Hopper forward; wider ones spill in their loops
 WIDEST_BY_ELEMENTS = 128  # the same beside a mask that is not copied
 WIDEST_WITH_DROPOUT = 192  # head_dim_v of the fused backward of wide head dims
+
+
+def untested(triton_version: tuple[int, int]) -> str | None:
+    """What is to be known of a Triton that is newer than all that kernels were tested with, or None."""
+    if triton_version <= TESTED_TRITONS[-1]:
+        return None
+    found, first, last = (".".join(map(str, version)) for version in (triton_version, MIN_TRITON, TESTED_TRITONS[-1]))
+    return f"Triton {found} is newer than those that kernels were tested with, {first} to {last}"
+
+
+def _too_old(triton_version: tuple[int, int]) -> str:
+    return f"needs Triton {'.'.join(map(str, MIN_TRITON))} or newer, not {'.'.join(map(str, triton_version))}"
 
 
 def portable_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
@@ -20,7 +32,7 @@ def portable_supports(family: AttentionFamily, arch: str, triton_version: tuple[
     if family.tf32 and is_in_pieces(family):
         return f"tiles for tf32 spill above head_dim {WIDEST_PIECE}; leave tf32 out"
     if triton_version < MIN_TRITON:
-        return f"needs Triton {'.'.join(map(str, MIN_TRITON))} or newer, not {'.'.join(map(str, triton_version))}"
+        return _too_old(triton_version)
     if arch.startswith("sm_"):
         capability = int(arch.removeprefix("sm_"))
         if capability < 75:
@@ -62,11 +74,8 @@ def tma_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, 
 def _hopper_ws_supports(family: AttentionFamily, arch: str, triton_version: tuple[int, int]) -> str | None:
     if arch != "sm_90":
         return f"its asynchronous matrix products (wgmma) are sm_90's alone, {arch} has none"
-    if triton_version not in GLUON_TRITONS:
-        known = " and ".join(f"{major}.{minor}" for major, minor in GLUON_TRITONS)
-        return (
-            f"Gluon's calls move between releases; written for Triton {known}, not {'.'.join(map(str, triton_version))}"
-        )
+    if triton_version < MIN_TRITON:
+        return _too_old(triton_version)
     if is_in_pieces(family):
         return _too_wide(family)
     if family.access is not Access.TMA:

@@ -6,11 +6,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from fa_autotune.database import SessionKind, SessionState, StoredTrial, TuningDatabase
-from fa_autotune.database.entries import JSON
+from fa_autotune.database.entries import JSON, utc_now
 from fa_autotune.errors import FaAutotuneError, InvalidProblemError, MachineError, UnsupportedError
 from fa_autotune.kernels.render import rendered_digest
 from fa_autotune.problem.device import DeviceSpec, Toolchain, parse_triton_version
@@ -66,9 +66,10 @@ def tune(
     """Search winners for problems on a device; every record is in the database before the next is asked for.
 
     Trials already known (same device, Triton and kernel text) inform the search and are never measured again; with
-    `resume` they also count against the budget, and problems that are done are skipped. `variants` restricts the
-    search. On KeyboardInterrupt the session is marked interrupted and what was measured stays. `digest` and `clock`
-    are for tests.
+    `resume` they also count against the budget, and problems that are done are skipped; so do the trials that other
+    jobs end while this one runs. A problem that another live job has claimed is left to it, and looked at again at the
+    end. `variants` restricts the search. On KeyboardInterrupt the session is marked interrupted and what was measured
+    stays. `digest` and `clock` are for tests.
     """
     distinct = list(dict.fromkeys(problems))
     if not distinct:
@@ -137,6 +138,7 @@ class _Job:
     fatal_in_a_row: int = 0
     faults_in_a_row: int = 0
     any_ok: bool = False
+    began_at: datetime = field(default_factory=utc_now)  # what others tried since then counts as tried here
 
     def run(self, problems: Sequence[AttentionProblem], variants: Collection[Variant] | None) -> TuneSummary:
         """Search family by family; the problems of one are interleaved."""
@@ -146,12 +148,14 @@ class _Job:
         for problem in problems:
             families.setdefault(problem.family, []).append(problem)
         results: dict[AttentionProblem, ProblemResult] = {}
-        for family, members in families.items():
-            specs = self.specs(family, variants)
-            now, left = self.clock(), len(problems) - len(results)
-            search_until = now + SEARCH_TIME_SHARE * (deadline - now) * len(members) / left
-            for result in self._run_family(members, specs, search_until):
-                results[result.problem] = result
+        for is_last in (False, True):  # what another job has claimed comes again at the end: it may have died
+            for family, members in families.items():
+                waiting = [problem for problem in members if problem not in results]
+                specs = self.specs(family, variants)
+                now, left = self.clock(), len(problems) - len(results)
+                search_until = now + SEARCH_TIME_SHARE * (deadline - now) * len(waiting) / max(1, left)
+                for result in self._run_family(waiting, specs, search_until, is_last=is_last):
+                    results[result.problem] = result
         return TuneSummary(
             session_id=self.session_id,
             device=self.device,
@@ -165,10 +169,17 @@ class _Job:
         return [spec for spec in specs if variants is None or spec.variant in variants]
 
     def _run_family(
-        self, problems: Sequence[AttentionProblem], specs: Sequence[VariantSpec], search_until: float
+        self, problems: Sequence[AttentionProblem], specs: Sequence[VariantSpec], search_until: float, *, is_last: bool
     ) -> Iterator[ProblemResult]:
+        """Search the problems that no other job has claimed; the others have a result only if it `is_last`."""
         searches: list[ProblemSearch] = []
         for problem in problems:
+            holder = self.database.claim(self.session_id, problem) if specs else None
+            if holder is not None:
+                if is_last:
+                    note = f"another job (session {holder}) is tuning it"
+                    yield self._finish(ProblemResult(problem=problem, note=note))
+                continue
             search, done = self._open(problem, specs)
             if not specs or done:
                 note = "already tuned" if done else "no variant serves it on this device"
@@ -189,6 +200,7 @@ class _Job:
             yield self._finish(self._confirm(search))
 
     def _finish(self, result: ProblemResult) -> ProblemResult:
+        self.database.release(self.session_id, result.problem)
         self.finished += 1
         self.on_event(ProblemFinished(result=result))
         return result
@@ -212,11 +224,11 @@ class _Job:
             if variant is None or variant.rejection(record.candidate.config) is not None:
                 continue
             variant.learn(record.candidate.config, _time_ms(record), record.status.value)
-            variant.spent += self.resume
+            variant.spent += self.resume or stored.ended_at >= self.began_at
             search.known += 1
             if record.status is TrialStatus.OK:
                 self.any_ok, last_ok = True, stored.ended_at
-        done = self._confirmed_before(search, last_ok) if self.resume and not search.remaining else ()
+        done = () if search.remaining else self._confirmed_before(search, last_ok)
         for variant in variants:
             variant.warm_start(self._warm_configs(problem, variant.spec))
         return search, done

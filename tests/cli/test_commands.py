@@ -12,7 +12,9 @@ import pytest
 
 from fa_autotune import __version__
 from fa_autotune.cli import main
+from fa_autotune.database import TuningDatabase
 from kit.command import run
+from kit.tuning_samples import fill
 
 SHORT = "4x32x8x4096x4096x128,causal"
 
@@ -89,12 +91,34 @@ def test_an_error_of_ours_is_one_line_on_stderr_and_exit_code_2() -> None:
 
 @pytest.mark.parametrize(
     ("target", "says"),
-    [("/dev/null/kernel.py", "/dev/null/kernel.py: Not a directory"), ("/dev/full", "No space left on device")],
+    [
+        ("/dev/null/kernel.py", "/dev/null/kernel.py: Not a directory; see that it is there"),
+        ("/dev/full", "No space left on device; see that it is there"),
+    ],
 )
 def test_an_error_of_the_file_system_is_one_line_with_a_next_step(target: str, says: str) -> None:
     done = run("render", "--problem", SHORT, "--output", target)
     assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"Error: {says}; see that it is there")
+    assert done.stderr.startswith(f"Error: {says}")
+
+
+@pytest.mark.parametrize("words", ["db info", "--help", "nothere"])
+@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", ">&-", ">/dev/full", "2>/dev/full", ">/dev/full 2>/dev/full"])
+def test_a_stream_that_is_closed_or_full_is_no_traceback(words: str, streams: str, tmp_path: Path) -> None:
+    """A closed one is no error; what could not be written is one, with exit code 2, also where nobody can read it."""
+    with TuningDatabase(tmp_path / "t.db") as database:
+        fill(database)
+    ours = f"{sys.executable} -c \"from fa_autotune.cli import main; main(prog_name='fa-autotune')\" {words}"
+    done = subprocess.run(
+        ["sh", "-c", f"{ours} {streams}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "FA_AUTOTUNE_DB": str(tmp_path / "t.db")},
+    )
+    assert done.returncode == (2 if words == "nothere" or streams.startswith(">/dev/full") else 0)
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])  # the rest in a buffer is written when Python ends

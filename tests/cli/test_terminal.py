@@ -50,6 +50,19 @@ def test_what_is_not_optional_is_never_left_out() -> None:
     assert fit(WINNERS, 10).left_out == ()
 
 
+def test_a_piped_table_is_as_wide_as_columns_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    print_table(list(WINNERS), [[cells[0] for cells in WINNERS.values()]], optional=["registers", "error"])
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines()[:-1])) <= 60
+    assert "left out for want of room: registers, error; a wider terminal, COLUMNS=240 or --json" in out
+    monkeypatch.delenv("COLUMNS")
+    print_table(list(WINNERS), [[cells[0] for cells in WINNERS.values()]], optional=["registers", "error"])
+    assert f"{PROBLEM}  {CONFIG}" in capsys.readouterr().out
+
+
 def test_no_text_is_lost_in_a_narrow_terminal(narrow: None, capsys: pytest.CaptureFixture[str]) -> None:
     print_table(list(WINNERS), [[cells[0] for cells in WINNERS.values()]], optional=["registers", "error"])
     out = capsys.readouterr().out

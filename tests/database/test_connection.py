@@ -1,30 +1,40 @@
 """Which files open, where, and what a refusal says."""
 
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from fa_autotune.database import TuningDatabase, connection
 from fa_autotune.database.schema import SCHEMA_VERSION
-from fa_autotune.errors import DatabaseError, FaAutotuneError, SchemaTooNewError
+from fa_autotune.errors import DatabaseError, FaAutotuneError, InvalidPackError, SchemaTooNewError
 from fa_autotune.files import locked
 from fa_autotune.paths import database_path
 from kit.database_files import edit, records, scalars
+from kit.rights import outcome_in
 from kit.tuning_samples import (
+    PROBLEM,
     begin,
     fill,
     ok_record,
     write_pack,
 )
-from kit.without_root import outcome as outcome_without_root
+
+RELEASED_SCHEMAS = sorted((Path(__file__).parents[1] / "data").glob("schema_*.sql"))
 
 
 @pytest.fixture
 def pack(tmp_path: Path) -> Path:
     return write_pack(tmp_path)
+
+
+def database_of_schema(folder: Path, schema: Path) -> Path:
+    """A database as the release that had this schema wrote it."""
+    with closing(sqlite3.connect(folder / "old.db")) as connection:
+        connection.executescript(schema.read_text())
+    return folder / "old.db"
 
 
 class TestFile:
@@ -98,17 +108,33 @@ class TestFile:
         with pytest.raises(DatabaseError, match="is empty"):
             TuningDatabase(tmp_path / "empty.db", read_only=True)
 
-    def test_an_older_schema_is_read_through_a_migrated_copy(self, pack: Path) -> None:
-        edit(pack, "DROP VIEW winners", "PRAGMA user_version = 0")
-        before = pack.read_bytes()
-        with TuningDatabase(pack, read_only=True) as database:
-            assert len(database.winners()) == 1
-        assert pack.read_bytes() == before
+    @pytest.mark.parametrize("schema", RELEASED_SCHEMAS)
+    def test_an_older_schema_is_read_as_it_is(self, tmp_path: Path, schema: Path) -> None:
+        path = database_of_schema(tmp_path, schema)
+        before = path.read_bytes()
+        with TuningDatabase(path, read_only=True) as database, TuningDatabase(":memory:") as other:
+            assert [winner.median_ms for winner in database.winners()] == [0.9]
+            assert (len(database.trials()), len(database.misses()), len(database.rejections())) == (5, 1, 2)
+            assert (database.info().schema_version, database.info().counts["misses"]) == (int(schema.stem[-1]), 1)
+            assert other.import_pack(path).trials == 5
+        assert path.read_bytes() == before
 
-    def test_an_older_schema_is_migrated_when_it_is_opened_to_write(self, pack: Path) -> None:
-        edit(pack, "DROP VIEW winners", "PRAGMA user_version = 0")
-        TuningDatabase(pack).close()
-        assert scalars(pack, "SELECT median_ms FROM winners") == [0.9]
+    @pytest.mark.parametrize("schema", RELEASED_SCHEMAS)
+    def test_an_older_schema_is_migrated_when_it_is_opened_to_write(self, tmp_path: Path, schema: Path) -> None:
+        path = database_of_schema(tmp_path, schema)
+        with TuningDatabase(path) as database:
+            assert database.claim(begin(database), PROBLEM) is None
+        assert scalars(path, "SELECT median_ms FROM winners") == [0.9]
+        assert scalars(path, "PRAGMA user_version") == [SCHEMA_VERSION]
+
+    def test_each_schema_before_todays_has_a_file_that_it_made(self) -> None:
+        assert [int(path.stem[-1]) for path in RELEASED_SCHEMAS] == list(range(1, SCHEMA_VERSION))
+
+    @pytest.mark.parametrize("read_only", [True, False])
+    def test_a_schema_that_no_release_wrote_is_refused(self, pack: Path, read_only: bool) -> None:
+        edit(pack, "PRAGMA user_version = 0")
+        with pytest.raises(InvalidPackError, match="has schema 0, which no release wrote"):
+            TuningDatabase(pack, read_only=read_only)
 
     def test_a_read_only_database_refuses_to_write(self, pack: Path) -> None:
         with TuningDatabase(pack, read_only=True) as database, pytest.raises(DatabaseError, match="can't be written"):
@@ -153,24 +179,6 @@ class TestFile:
             assert [path.name for path in pack.parent.iterdir()] == [pack.name]
 
 
-def outcome(folder: Path, action: Callable[[Path], object]) -> str:
-    """What an action gives, or its error, in a process that can't write the folder, even if root runs the tests."""
-    folder.chmod(0o555)
-    try:
-        return outcome_without_root(lambda: action(folder))
-    finally:
-        folder.chmod(0o755)
-
-
-@pytest.fixture
-def public_folder() -> Iterator[Path]:
-    """A folder that other users reach."""
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o755)
-    yield folder
-    shutil.rmtree(folder)
-
-
 def count_winners(folder: Path) -> int:
     with TuningDatabase(folder / "tuning.db", read_only=True) as database:
         return len(database.winners())
@@ -179,34 +187,34 @@ def count_winners(folder: Path) -> int:
 class TestFolderWithoutWritePermission:
     def test_a_pack_is_read(self, public_folder: Path) -> None:
         write_pack(public_folder, "tuning.db").chmod(0o644)
-        assert outcome(public_folder, count_winners) == "1"
+        assert outcome_in(public_folder, count_winners) == "1"
 
     def test_a_wal_database_at_rest_is_read(self, public_folder: Path) -> None:
         with TuningDatabase(public_folder / "tuning.db") as database:
             fill(database)
-        assert outcome(public_folder, count_winners) == "1"
+        assert outcome_in(public_folder, count_winners) == "1"
 
     def test_a_wal_database_that_was_left_open_asks_for_a_pack(self, public_folder: Path) -> None:
         with TuningDatabase(public_folder / "live.db") as database:
             fill(database)
             for suffix in ("", "-wal"):
                 shutil.copy(public_folder / f"live.db{suffix}", public_folder / f"tuning.db{suffix}")
-        text = outcome(public_folder, count_winners)
+        text = outcome_in(public_folder, count_winners)
         assert text.startswith("DatabaseError: ")
         assert "db export PACK" in text
 
     def test_a_new_database_names_the_way_out(self, public_folder: Path) -> None:
-        text = outcome(public_folder, lambda folder: TuningDatabase(folder / "tuning.db"))
+        text = outcome_in(public_folder, lambda folder: TuningDatabase(folder / "tuning.db"))
         assert text.startswith("DatabaseError: ")
         assert "FA_AUTOTUNE_DB" in text
 
     def test_saving_to_a_database_there_is_an_error_of_ours(self, public_folder: Path) -> None:
         write_pack(public_folder, "tuning.db").chmod(0o644)
-        text = outcome(public_folder, lambda folder: begin(TuningDatabase(folder / "tuning.db")))
+        text = outcome_in(public_folder, lambda folder: begin(TuningDatabase(folder / "tuning.db")))
         assert text.startswith("DatabaseError: ")
 
     def test_a_pack_is_not_exported_there(self, public_folder: Path) -> None:
-        text = outcome(public_folder, lambda folder: TuningDatabase(":memory:").export(folder / "pack.db"))
+        text = outcome_in(public_folder, lambda folder: TuningDatabase(":memory:").export(folder / "pack.db"))
         assert text.startswith("DatabaseError: ")
 
     def test_without_a_home_the_users_folder_is_named(
@@ -215,5 +223,5 @@ class TestFolderWithoutWritePermission:
         for name in ("HOME", "FA_AUTOTUNE_DB"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("XDG_DATA_HOME", str(public_folder))
-        text = outcome(public_folder, lambda folder: TuningDatabase(database_path()))
+        text = outcome_in(public_folder, lambda folder: TuningDatabase(database_path()))
         assert text.startswith(f"DatabaseError: {public_folder}")

@@ -4,9 +4,11 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from fa_autotune.database import SessionState, TuningDatabase
 from kit.database_files import killed_writer
-from kit.tuning_samples import begin
+from kit.tuning_samples import OTHER_PROBLEM, PROBLEM, begin
 
 
 def test_a_killed_writers_session_is_interrupted_by_the_next(tmp_path: Path) -> None:
@@ -38,6 +40,22 @@ def session_of_another_process(path: Path, *changes: str) -> str:
 
 def test_a_process_id_that_is_used_again_is_another_process(tmp_path: Path) -> None:
     assert session_of_another_process(tmp_path / "a.db", "process_start = '1'") == "interrupted"
+
+
+@pytest.mark.parametrize("pid", ["NULL", "0", "-1", "1 << 40"])
+def test_a_process_id_that_is_none_is_of_no_process(tmp_path: Path, pid: str) -> None:
+    assert session_of_another_process(tmp_path / "a.db", f"pid = {pid}") == "interrupted"
+
+
+def test_claims_are_of_one_live_session_each(tmp_path: Path) -> None:
+    with TuningDatabase(tmp_path / "a.db") as first, TuningDatabase(tmp_path / "a.db") as second:
+        one, other = begin(first), begin(second)
+        assert [first.claim(one, PROBLEM), first.claim(one, PROBLEM)] == [None, None]
+        assert [second.claim(other, PROBLEM), second.claim(other, OTHER_PROBLEM)] == [one, None]
+        second.release(other, PROBLEM)  # not its own
+        assert second.claim(other, PROBLEM) == one
+        first.end_session(one, state=SessionState.FINISHED)
+        assert second.claim(other, PROBLEM) is None
 
 
 def test_another_hosts_session_is_left_alone_for_a_day(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fa_autotune.database import SessionKind, SessionState, TuningDatabase
-from fa_autotune.database.connection import TABLES
 from fa_autotune.database.entries import CompileStatus
+from fa_autotune.database.reader import TABLES
 from fa_autotune.database.schema import APPLICATION_ID, SCHEMA_VERSION
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import Regime, Role, TrialStatus

@@ -15,6 +15,7 @@ from fa_autotune.database.rows import (
     clean_text,
     device_from,
     kernel_from,
+    knob_columns,
     measurement_from,
     parse_time,
     problem_from,
@@ -36,6 +37,7 @@ from fa_autotune.database.writing import (
     trial_values,
 )
 from fa_autotune.errors import InvalidPackError
+from fa_autotune.problem.device import KNOWN_DEVICES
 from fa_autotune.records import TrialStatus
 from kit.tuning_samples import ACCURACY, H200, OTHER_PROBLEM, PROBLEM, TOOLCHAIN, failed_record, ok_record
 
@@ -52,7 +54,11 @@ ROWS: dict[str, tuple[Callable[[Row], object], dict[str, Any]]] = {
     "problems": (problem_from, problem_values(PROBLEM)),
     "kernels": (
         kernel_from,
-        {**kernel_identity(kernel_of(RECORD, "sm_90")), **kernel_outcome(kernel_of(RECORD, "sm_90"))},
+        {
+            **kernel_identity(kernel_of(RECORD, "sm_90")),
+            **knob_columns(RECORD.candidate),
+            **kernel_outcome(kernel_of(RECORD, "sm_90")),
+        },
     ),
     "sessions": (session_from, SESSION),
     "trials": (trial_from, trial_values(trial_of(RECORD, MOMENT))),
@@ -96,6 +102,10 @@ def test_what_is_written_is_read_back(table: str) -> None:
         ("toolchains", "cuda", b"12", "cuda=<bytes> is not 1 to 200 printable characters"),
         ("problems", "key", " " + PROBLEM.key, "is not in canonical form"),
         ("problems", "key", "{}", "missing or unknown entries|schema"),
+        ("problems", "seqlen_q", 4097, "seqlen_q=4097 is not 4096, as its key says"),
+        ("problems", "seqlen_q", 4096.0, "seqlen_q=4096.0 is not 4096, as its key says"),
+        ("kernels", "num_warps", 8, "num_warps=8 is not 4, as its config says"),
+        ("kernels", "form", "general", "form='general' does not serve access=tma"),
         ("kernels", "variant", "../evil", "variant='../evil' is not one of: portable"),
         ("kernels", "config", "{}", "config|schema"),
         ("kernels", "config", ROWS["kernels"][1]["config"] + " ", "is not in canonical form"),
@@ -104,14 +114,21 @@ def test_what_is_written_is_read_back(table: str) -> None:
         ("kernels", "compile_warnings", "[", "compile_warnings is not JSON"),
         ("sessions", "arguments", "[]", "arguments are not a JSON object"),
         ("sessions", "arguments", "[" * MAX_ARGUMENTS, "arguments are not JSON"),
+        ("sessions", "arguments", '{"a": NaN}', "arguments are not JSON: NaN"),
+        ("sessions", "arguments", '{"a": -Infinity}', "arguments are not JSON: -Infinity"),
+        ("sessions", "arguments", '{"a": 1e999}', "arguments are not JSON: 1e999 is past"),
+        ("sessions", "arguments", '{"a": 1, "a": 2}', "an object has a name twice"),
+        ("sessions", "arguments", '{"a":' + "[" * 40 + "]" * 40 + "}", "nests deeper than 32"),
         ("sessions", "started_at", "2026-01-31", "is not a past moment written as 2026-01-31T12"),
         ("sessions", "started_at", "2999-01-31T12:00:00.000000Z", "is not a past moment"),
         ("trials", "status", "fine", "status='fine' is not one of: ok"),
         ("trials", "error", "x" * (MAX_ERROR + 1), f"is not text of at most {MAX_ERROR} printable characters"),
         ("trials", "duration_s", float("inf"), "duration_s=inf is not a finite number of at least 0.0"),
         ("trials", "max_error", True, "max_error=True is not a finite number"),
-        ("measurements", "median_ms", 0.0, "median_ms=0.0 is not a time between 0 and 1e"),
-        ("measurements", "median_ms", 1e9, "median_ms=1000000000.0 is not a time between 0 and 1e"),
+        ("measurements", "median_ms", 0.0, "median_ms=0.0 is not a time from 1e-06 to 1e"),
+        ("measurements", "median_ms", 5e-324, "median_ms=5e-324 is not a time from 1e-06 to 1e"),
+        ("measurements", "median_ms", 1e9, "median_ms=1000000000.0 is not a time from 1e-06 to 1e"),
+        ("measurements", "median_ms", 2.0, "median_ms=2.0 is not between 0.75 and 1.25"),
         ("measurements", "launches", 0, "launches=0 is not an integer from 1"),
         ("measurements", "rank", 0, "rank=0 is not an integer from 1"),
         ("measurements", "early_stopped", 2, "early_stopped=2 is not an integer from 0 to 1"),
@@ -132,13 +149,15 @@ def test_a_figure_that_is_absent_is_beyond_every_bound() -> None:
 
 def test_only_a_trial_that_ended_well_has_a_measurement() -> None:
     kernel, measured = read("kernels"), read("measurements")
-    assert record_from(kernel, PROBLEM, read("trials"), measured) == RECORD
+    assert record_from(kernel, PROBLEM, H200, read("trials"), measured) == RECORD
     failed = trial_of(failed_record(TrialStatus.CRASHED), MOMENT)
-    assert record_from(kernel, PROBLEM, failed, measured).measurement is None
+    assert record_from(kernel, PROBLEM, H200, failed, measured).measurement is None
     with pytest.raises(InvalidPackError, match="a trial has status ok, but no measurement; ok says that it was timed"):
-        record_from(kernel, PROBLEM, read("trials"), None)
+        record_from(kernel, PROBLEM, H200, read("trials"), None)
     with pytest.raises(InvalidPackError, match=r"a trial has a kernel of family .* on problem"):
-        record_from(kernel, OTHER_PROBLEM, read("trials"), measured)
+        record_from(kernel, OTHER_PROBLEM, H200, read("trials"), measured)
+    with pytest.raises(InvalidPackError, match="its kernel is for sm_90, its device has sm_80"):
+        record_from(kernel, PROBLEM, KNOWN_DEVICES["a100"], read("trials"), measured)
 
 
 # --- text and time ----------------------------------------------------------------------------------------------------

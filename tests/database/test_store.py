@@ -13,16 +13,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fa_autotune.database import Miss, SessionKind, SessionState, TuningDatabase
-from fa_autotune.database.connection import TABLES
+from fa_autotune.database.reader import TABLES
 from fa_autotune.database.rows import MAX_ERROR
 from fa_autotune.database.schema import SCHEMA_VERSION
-from fa_autotune.errors import DatabaseError, InvalidProblemError
+from fa_autotune.errors import DatabaseError, FaAutotuneError, InvalidProblemError
 from fa_autotune.problem.device import KNOWN_DEVICES
 from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import AccuracyReport, Measurement, Regime, ResourceReport, Role, TrialRecord, TrialStatus
 from fa_autotune.space.candidate import Candidate, CompileForm, Variant
 from fa_autotune.space.config import HopperWsBwdConfig
+from fa_autotune.space.registry import compile_form
 from kit.database_files import records
 from kit.strategies import candidates, devices, fitting, shapes
 from kit.tuning_samples import (
@@ -319,15 +320,14 @@ ACCURACY_REPORTS = st.builds(
     probes=st.integers(0, 99),
     failures=NOTES,
 )
-TIMES = finite(1e-6, 1e8)
 MEASUREMENTS = st.builds(
-    Measurement,
+    lambda times_ms, **others: Measurement(
+        **dict(zip(("p20_ms", "median_ms", "p80_ms"), times_ms, strict=True)), **others
+    ),
+    st.lists(finite(1e-6, 1e8), min_size=3, max_size=3).map(sorted),
     role=st.sampled_from(Role),
     regime=st.sampled_from(Regime),
     launches=st.integers(1, 10**6),
-    p20_ms=TIMES,
-    median_ms=TIMES,
-    p80_ms=TIMES,
     early_stopped=st.booleans(),
     rank=st.none() | st.integers(1, 99),
     sm_clock_mhz=st.none() | st.integers(0, 5000),
@@ -339,12 +339,13 @@ MEASUREMENTS = st.builds(
 @st.composite
 def trial_records(draw: st.DrawFn) -> TrialRecord:
     candidate, status = draw(candidates()), draw(st.sampled_from(TrialStatus))
+    digests = st.text("0123456789abcdef", min_size=8, max_size=64)
     return TrialRecord(
         candidate=candidate,
         problem=fitting(candidate.family, draw(shapes())),
         status=status,
-        form=draw(st.sampled_from(CompileForm)),
-        kernel_digest=draw(st.none() | st.text("0123456789abcdef", min_size=8, max_size=64)),
+        form=compile_form(candidate.family),
+        kernel_digest=draw(digests if status is TrialStatus.OK else st.none() | digests),
         resources=draw(st.none() | RESOURCE_REPORTS),
         accuracy=draw(st.none() | ACCURACY_REPORTS),
         measurement=draw(MEASUREMENTS) if status is TrialStatus.OK else None,
@@ -383,3 +384,9 @@ def test_an_early_stopped_measurement_says_so(tmp_path: Path) -> None:
     with TuningDatabase(tmp_path / "a.db") as database:
         database.save_trial(begin(database), replace(ok_record(), measurement=measurement(early_stopped=True)))
         assert database.leaderboard(PROBLEM)[0].early_stopped
+
+
+@pytest.mark.parametrize("path", ["/a\0b", None, 5], ids=repr)
+def test_a_path_that_is_none_is_refused(path):
+    with pytest.raises(FaAutotuneError, match="is no path of a file"):
+        TuningDatabase(path)

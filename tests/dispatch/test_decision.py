@@ -42,20 +42,19 @@ def test_a_stored_hopper_winner_serves_its_device() -> None:
     assert (decision.origin, decision.candidate) == (Origin.EXACT, row.candidate)
 
 
-@pytest.mark.parametrize(
-    ("problem", "device", "triton", "reason"),
-    [
-        (PROBLEM, KNOWN_DEVICES["b200"], TRITON, r"sm_90's alone, sm_100 has none"),
-        (PROBLEM, H200, "3.8.0", r"written for Triton 3\.6 and 3\.7, not 3\.8"),
-    ],
-)
-def test_elsewhere_the_descriptors_winner_serves_and_the_trace_says_why(
-    problem: AttentionProblem, device: DeviceSpec, triton: str, reason: str
-) -> None:
-    rows = [winner(problem, HOPPER, device, median_ms=0.5), winner(problem, TMA, device, median_ms=1.0)]
-    decision = choose(problem, *rows, device=device, triton=triton)
+def test_elsewhere_the_descriptors_winner_serves_and_the_trace_says_why() -> None:
+    device = KNOWN_DEVICES["b200"]
+    rows = [winner(config=HOPPER, device=device, median_ms=0.5), winner(config=TMA, device=device, median_ms=1.0)]
+    decision = choose(PROBLEM, *rows, device=device)
     assert decision.candidate == rows[1].candidate
-    assert re.search(rf"hopper_ws can't serve this call: .*{reason}", decision.describe())
+    assert re.search(r"hopper_ws can't serve this call: .*sm_90's alone, sm_100 has none", decision.describe())
+
+
+@pytest.mark.parametrize(("triton", "is_told"), [("3.6.0", False), ("3.9.1", False), ("3.10.0", True)])
+def test_a_triton_newer_than_all_tested_is_tried_and_told_of(triton: str, is_told: bool) -> None:
+    decision = choose(PROBLEM, winner(config=HOPPER), triton=triton)
+    assert decision.candidate.variant is Variant.HOPPER_WS
+    assert ("newer than those that kernels were tested with, 3.6 to 3.9" in decision.describe()) is is_told
 
 
 def test_where_descriptors_cant_read_the_portable_winner_serves() -> None:

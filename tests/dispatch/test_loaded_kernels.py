@@ -9,10 +9,10 @@ import torch
 from fa_autotune.dispatch import loaded_kernels
 from fa_autotune.dispatch.dispatcher import Dispatcher
 from fa_autotune.dispatch.loaded_kernels import INTERPRETER_INDEX, device_index, dispatcher_of, flush_misses, kernel_for
-from fa_autotune.errors import InvalidProblemError, LaunchError, NoKernelError
+from fa_autotune.errors import CompileError, InvalidProblemError, LaunchError, NoKernelError
 from fa_autotune.problem.problem import AttentionProblem
-from fa_autotune.space.candidate import Candidate
-from kit.winners import H100, H200, PORTABLE, PROBLEM, T4, TMA, dispatcher, winner
+from fa_autotune.space.candidate import Candidate, Variant
+from kit.winners import H100, H200, HOPPER, PORTABLE, PROBLEM, T4, TMA, dispatcher, winner
 
 Places = list[tuple[Candidate, str, int | None]]
 
@@ -216,3 +216,50 @@ def test_what_nothing_serves_loads_nothing(
     with pytest.raises(NoKernelError, match="bfloat16 matrix products need sm_80"):
         loaded_kernels.kernel_for(PROBLEM, 0)
     assert loads == []
+
+
+def break_variants(monkeypatch: pytest.MonkeyPatch, *broken: Variant) -> list[Variant]:
+    """Let kernels of these not compile; gives what was asked for."""
+    asked: list[Variant] = []
+
+    def load(candidate: Candidate, arch: str, index: int | None) -> object:
+        asked.append(candidate.variant)
+        if candidate.variant in broken:
+            raise CompileError("tma has no async_load")
+        return candidate
+
+    monkeypatch.setattr(loaded_kernels, "load_kernel", load)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+    return asked
+
+
+def test_what_does_not_compile_with_an_untested_triton_leaves_its_calls_to_others(
+    cold: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = break_variants(monkeypatch, Variant.HOPPER_WS)
+    found = use(monkeypatch, dispatcher(winner(config=HOPPER), triton="3.10.0"), 0)
+    chosen: Any = kernel_for(PROBLEM, 0)
+    assert (asked, chosen.variant) == ([Variant.HOPPER_WS, Variant.TMA], Variant.TMA)
+    assert [kernel_for(problem, 0) for problem in NEW_LENGTHS[:2]] == [chosen] * 2
+    assert asked[2:] == []
+    assert "3.10 is newer" in found.peek(PROBLEM).describe()
+    assert "tma has no async_load" in found.peek(PROBLEM).describe()
+    told = [record.getMessage() for record in caplog.records if "3.10 is newer" in record.getMessage()]
+    assert len(told) == 2  # once that it is new, once what is lost
+
+
+def test_where_nothing_is_left_the_reasons_are_told(cold: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = break_variants(monkeypatch, *Variant)
+    use(monkeypatch, dispatcher(triton="3.10.0"), 0)
+    with pytest.raises(NoKernelError, match=r"hopper_ws can't serve this call: .*does not compile: tma has no"):
+        kernel_for(PROBLEM, 0)
+    assert asked == [Variant.HOPPER_WS, Variant.TMA, Variant.PORTABLE]
+
+
+def test_what_does_not_compile_with_a_tested_triton_is_an_error(cold: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = break_variants(monkeypatch, Variant.HOPPER_WS)
+    use(monkeypatch, dispatcher(winner(config=HOPPER)), 0)
+    for _ in range(2):
+        with pytest.raises(CompileError, match="tma has no async_load"):
+            kernel_for(PROBLEM, 0)
+    assert asked == [Variant.HOPPER_WS] * 2

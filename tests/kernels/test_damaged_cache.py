@@ -16,7 +16,7 @@ from fa_autotune.kernels import modules
 from fa_autotune.kernels.compiled_files import CompiledFiles
 from fa_autotune.kernels.modules import candidates_dir, load_module, write_module
 from fa_autotune.kernels.render import KernelSource
-from kit.without_root import outcome
+from kit.rights import outcome
 
 LONGEST_CALL_S = 5.0
 TEXT = '"""A generated module."""\n\n\ndef kernel():\n    return 42\n' + "# more of it\n" * 100

@@ -16,7 +16,7 @@ from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.estimates import BARRIER_BYTES, WIDE_BARRIER_BYTES, fused_smem_bytes
 from fa_autotune.space.registry import KnobValue, VariantSpec, variant_spec
 from fa_autotune.space.seeds import default_config
-from fa_autotune.space.support import GLUON_TRITONS
+from fa_autotune.space.support import MIN_TRITON
 from fa_autotune.space.workspace import is_wide
 from fa_autotune.worker import WorkerPool
 from kit.compile_candidates import CompileAll, request_of
@@ -165,7 +165,7 @@ def test_the_space_of_features_passes_the_gates(head_dim: int, features: str, dt
         Candidate(family=family, variant=spec_of(family).variant, config=config)
         for unordered in (False, True)
         for family in [make_candidate(head_dim, dtype=dtype, unordered=unordered, **FEATURES[features]).family]
-        if spec_of(family).supports(family, "sm_90", GLUON_TRITONS[0]) is None
+        if spec_of(family).supports(family, "sm_90", MIN_TRITON) is None
         for config in spec_of(family).configs()
         if config.HEADS_PER_GROUP == 8
         and not config.DIAGONAL_FIRST  # type: ignore[union-attr]

@@ -38,6 +38,7 @@ from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import KnobValue, variant_spec
 from fa_autotune.space.workspace import is_wide
 from kit.gluon_emulator import Emulator
+from kit.loaded_kernels import as_loaded
 from kit.sabotage import Sabotage, instead_of, render_with, without
 from kit.winners import dispatcher
 
@@ -325,7 +326,7 @@ def test_the_fused_kernels_are_given_what_the_call_says(monkeypatch: pytest.Monk
         return Launch(lambda *_: None)
 
     def kernel_for(problem: AttentionProblem, index: int) -> Any:
-        return SimpleNamespace(candidate=SimpleNamespace(family=problem.family))
+        return as_loaded(problem.family)
 
     monkeypatch.setattr(call_kernels, "bind", bind)
     monkeypatch.setattr(call_kernels, "kernel_for", kernel_for)

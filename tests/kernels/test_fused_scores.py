@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import KnobValue, variant_spec
 from fa_autotune.space.workspace import is_wide
 from kit.gluon_emulator import Emulator
+from kit.loaded_kernels import as_loaded
 from kit.ptx_warp import LANES, run_warp
 from kit.sabotage import Sabotage, instead_of, render_with
 
@@ -159,7 +159,7 @@ def test_the_fused_kernel_alone_is_given_slopes_and_seed(monkeypatch: pytest.Mon
         return Launch(run)
 
     def kernel_for(problem: AttentionProblem, index: int) -> Any:
-        return SimpleNamespace(candidate=SimpleNamespace(family=problem.family))
+        return as_loaded(problem.family)
 
     monkeypatch.setattr(call_kernels, "bind", bind)
     monkeypatch.setattr(call_kernels, "kernel_for", kernel_for)

@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 
+from fa_autotune.errors import LaunchError
 from fa_autotune.kernels.interpreter import interpreted
 from fa_autotune.kernels.loaded import load_kernel
 from fa_autotune.paths import interpreting
@@ -48,6 +49,33 @@ class FakeKernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *arguments: self.body(grid, *arguments)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_what_the_interpreter_falls_over_is_an_error_of_ours(is_cuda: bool) -> None:
+    """As Triton 3.6 does with numpy 2.4, which no longer takes an array of one number for a number."""
+    from triton.runtime.errors import InterpreterError
+
+    def body(grid: tuple[int, ...], *arguments: object) -> None:
+        try:
+            raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
+        except TypeError as error:
+            raise InterpreterError(repr(error)) from error
+
+    run = interpreted(SimpleNamespace(KERNEL=FakeKernel(body)))  # type: ignore[arg-type]
+    with pytest.raises(LaunchError, match=r"Triton .* fails with only 0-dim.*; numpy is .*below 2\.4") as caught:
+        run((1,), [SimpleNamespace(is_cuda=is_cuda)])
+    assert ("unset TRITON_INTERPRET" in str(caught.value)) is is_cuda
+
+
+@needs_interpreter
+def test_an_error_of_a_kernel_of_ours_stays_what_it_is() -> None:
+    def body(grid: tuple[int, ...], *arguments: object) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        interpreted(SimpleNamespace(KERNEL=FakeKernel(body)))((1,), [])  # type: ignore[arg-type]
 
 
 @needs_interpreter

@@ -10,10 +10,13 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fa_autotune.errors import CompileError, FaAutotuneError, MachineError
+from fa_autotune.kernels import modules
 from fa_autotune.kernels.modules import ModuleFile, candidates_dir, keep_source, load_module, write_module
 from fa_autotune.kernels.render import KernelSource
 
@@ -215,3 +218,28 @@ class TestWhatIsRun:
 def test_candidates_lie_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FA_AUTOTUNE_CACHE", "/a/cache")
     assert candidates_dir() == Path("/a/cache/kernels")
+
+
+class TestCompileModule:
+    """Options that a module leaves open are those of Triton 3.6, and what a newer one needs for the same code."""
+
+    @pytest.fixture
+    def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+        found: list[dict[str, object]] = []
+        monkeypatch.setattr(modules, "compile_kernel", lambda kernel, *, options, **others: found.append(options))
+        return found
+
+    @pytest.mark.parametrize(("name", "orders"), [("attention_fwd", {}), ("attention_bwd_fused", {"sched4reg": True})])
+    def test_says_what_a_module_leaves_open(
+        self, name: str, orders: dict[str, bool], asked: list[dict[str, object]]
+    ) -> None:
+        kernel = SimpleNamespace(__name__=name)
+        module: Any = SimpleNamespace(KERNEL=kernel, SIGNATURE={}, ALIGNMENT={}, OPTIONS={"num_warps": 4})
+        modules.compile_module(module, "sm_90")
+        assert asked == [{"enable_fp_fusion": True, "num_warps": 4, **orders}]
+
+    def test_a_module_has_the_last_word(self, asked: list[dict[str, object]]) -> None:
+        options = {"enable_fp_fusion": False, "sched4reg": False}
+        kernel = SimpleNamespace(__name__="attention_bwd_fused")
+        modules.compile_module(SimpleNamespace(KERNEL=kernel, SIGNATURE={}, ALIGNMENT={}, OPTIONS=options), "sm_90")  # type: ignore[arg-type]
+        assert asked == [options]

@@ -41,6 +41,7 @@ from kit.launchers import (
     ScratchLauncher,
     compiled_with,
     describe,
+    encoding_with,
     pretend_gpu,
     wrapped,
 )
@@ -260,6 +261,12 @@ class TestADescriptor:
     def test_that_is_lowered_to_a_pointer_is_left_to_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("kit.launchers.make_tensordesc_arg", lambda descriptor, layout: [descriptor.base])
         assert path_of(Launcher(wrapped(Recorder(), ["layout"])), describe(torch.ones(2))) is None
+
+    @pytest.mark.parametrize("expand", [lambda shape: [*shape[:-1], 2 * shape[-1]], tuple], ids=["other", "copied"])
+    def test_whose_shape_is_not_handed_on_is_encoded_by_triton(self, expand: Callable[[Any], Any]) -> None:
+        encoder = triton_private.Encoder(encoding_with(expand), describe(torch.ones(2, 3)), "layout", INDEX)
+        assert encoder._fill is None
+        assert encoder.of_address(48, [7, 4, 5, 1]) == (48, expand([7, 4]), [5, 1])
 
     def test_gets_its_thread_a_context_where_there_is_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
         given: list[int] = []
@@ -524,3 +531,36 @@ class TestThisTriton:
         assert launcher.launch is raw
         assert driver.make_tensordesc_arg in (encode, getattr(encode, "args", [None])[0])
         assert layouts == ["layout"]
+
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_fills_a_descriptor_by_one_call(self, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With what Triton's own function would hand over; that one is asked where the call fails."""
+        import triton
+        from triton.backends.nvidia import driver
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        filled: list[tuple[Any, ...]] = []
+
+        def fill(*values: Any) -> str:
+            filled.append(tuple(tuple(value) if isinstance(value, list) else value for value in values))
+            if fails and len(filled) == 1:
+                raise RuntimeError("no context")
+            return "map"
+
+        utils = SimpleNamespace(fill_tma_descriptor=fill, fill_tma_descriptor_tiled=fill)
+        monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=utils))
+        monkeypatch.setattr("fa_autotune.kernels.gpu.make_context_current", lambda index: None)
+        layout = {"swizzle": 3, "elem_size": 2, "elem_type": 1, "block_size": [1, 64], "fp4_padded": False}
+        tensor = torch.zeros(8, 64, dtype=torch.bfloat16)
+        other = tensor.new_zeros(5, 128)[:, :64]
+        run = Launcher(driver.wrap_handle_tensordesc(print, {0: "tensordesc<bf16[1, 64]>"}, [layout]))
+        opened = triton_private._opened(run)
+        assert opened is not None
+        _, encode, _ = opened
+        encoder = triton_private.Encoder(encode, TensorDescriptor.from_tensor(tensor, [1, 64]), layout, INDEX)
+        assert filled == []
+        assert encoder._fill is not None
+        assert encoder.of_address(other.data_ptr(), [5, 64, 128, 1]) == "map"
+        assert len(filled) == 1 + fails
+        assert encoder(TensorDescriptor.from_tensor(other, [1, 64])) == ["map", 5, 64, 128, 1]
+        assert len(set(filled)) == 1

@@ -105,6 +105,19 @@ def make_tensordesc_arg(descriptor: Any, layout: Any) -> list[Any]:
     return [("map", descriptor.base.data_ptr(), layout), *descriptor.shape, *descriptor.strides]
 
 
+triton = SimpleNamespace(fill=lambda *values: values)  # as far as `encoding_with` reads it
+
+
+def encoding_with(expand: Callable[[list[int]], Any]) -> Callable[[Any, Any], list[Any]]:
+    """An encoding that hands on what it makes of a shape."""
+
+    def encode(descriptor: Any, layout: Any) -> list[Any]:
+        filled = triton.fill(descriptor.base.data_ptr(), expand(descriptor.shape), descriptor.strides)
+        return [filled, *descriptor.shape, *descriptor.strides]
+
+    return encode
+
+
 def wrapped(launcher: Callable[..., None], tensordesc_meta: list[Any]) -> Callable[..., None]:
     """As Triton 3.6 and 3.7 wrap the launcher of a kernel with descriptors, whose arguments follow one by one."""
 

@@ -95,12 +95,15 @@ def choose(
 
 
 def dispatcher(
-    *rows: WinnerRow, device: DeviceSpec = H200, store: Callable[[Mapping[AttentionProblem, int]], None] | None = None
+    *rows: WinnerRow,
+    device: DeviceSpec = H200,
+    triton: str = TRITON,
+    store: Callable[[Mapping[AttentionProblem, int]], None] | None = None,
 ) -> Dispatcher:
     """A device's dispatcher that has these winners; misses are stored nowhere unless `store` takes them."""
     return Dispatcher(
         device=device,
-        triton_version=TRITON,
+        triton_version=triton,
         load=lambda: Snapshot(rows=rows),
         digest_of=lambda candidate: "today",
         store_misses=store or (lambda misses: None),

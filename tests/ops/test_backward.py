@@ -6,7 +6,6 @@ addresses of a later one. A kernel that adds to its output really adds, and no m
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fa_autotune.dispatch.dispatcher import BackwardWay, Dispatcher
+from fa_autotune.errors import NoKernelError
 from fa_autotune.evaluation.workload import acc_of_dq, dq_of_acc, lse_and_delta_of, statistics_of
 from fa_autotune.kernels.fast_launch import Counts, Launch
 from fa_autotune.ops import backward, call_kernels
@@ -27,6 +27,7 @@ from fa_autotune.problem.passes import FUSED_BACKWARD, SPLIT_BACKWARD, Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.reference.attention import TORCH_DTYPES, attention_reference, gradients_from_statistics
 from fa_autotune.space.workspace import fused_tile
+from kit.loaded_kernels import as_loaded
 from kit.winners import A100, H200, all_winners, dispatcher
 
 NAN = float("nan")
@@ -48,7 +49,7 @@ class PlainKernels:
     def kernel_for(self, problem: AttentionProblem, index: int) -> Any:
         """As `loaded_kernels.kernel_for`: as much of a loaded kernel as a backward reads."""
         self.chosen.append(problem.family)
-        return SimpleNamespace(problem=problem, candidate=SimpleNamespace(family=problem.family))
+        return as_loaded(problem.family, problem=problem)
 
     def bind(
         self,
@@ -394,3 +395,21 @@ def test_an_unaligned_out_is_read_by_a_preprocessing_for_any_access(kernels: Pla
     sample.run(found)
     assert_right(sample, found)
     assert [family.access for family in kernels.bound] == [Access.ANY, Access.TMA, Access.TMA]
+
+
+def test_a_fused_kernel_that_is_lost_leaves_its_call_to_the_split_way(
+    kernels: PlainKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a Triton that can't compile it any more, which shows when it is loaded."""
+
+    def kernel_for(problem: AttentionProblem, index: int) -> Any:
+        if problem.family.kernel_pass is Pass.BWD_FUSED:
+            raise NoKernelError("it does not compile")
+        return kernels.kernel_for(problem, index)
+
+    monkeypatch.setattr(call_kernels, "kernel_for", kernel_for)
+    sample = make()
+    found = sample.targets
+    sample.run(found)
+    assert_right(sample, found)
+    assert kernels.launched == [*SPLIT_BACKWARD]

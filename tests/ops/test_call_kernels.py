@@ -1,7 +1,6 @@
 """Which problem the kernels of a call solve, and what they are told beside tensors."""
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +26,7 @@ from fa_autotune.ops.rows.kinds import rows_of
 from fa_autotune.problem.family import Access
 from fa_autotune.problem.passes import KEYLESS_PASSES, Pass
 from fa_autotune.problem.problem import AttentionProblem
+from kit.loaded_kernels import as_loaded
 
 SLOPES, SINKS, SEED = torch.rand(2, 4), torch.rand(2, 4), torch.zeros(1, dtype=torch.int64)
 
@@ -175,7 +175,7 @@ def told(monkeypatch: pytest.MonkeyPatch, kernels: CallKernels, kernel_pass: Pas
 
     monkeypatch.setattr(call_kernels, "bind", bind)
     family = kernels.problem.for_pass(kernel_pass).family
-    kernel: Any = SimpleNamespace(candidate=SimpleNamespace(family=family))
+    kernel = as_loaded(family)
     names = (*kernel_pass.spec.takes, *family.outputs)
     kernels.bound(kernel, [torch.empty(1, 1, 1)] * len(names), extras)
     tensors, numbers, is_counted = found[0]

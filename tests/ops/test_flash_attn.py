@@ -36,6 +36,7 @@ FLASH_ATTN_2_8 = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
     "deterministic=False, return_attn_probs=False"
 )
+SINKS = "learnable_sink=None, s_aux=None"  # as flash-attn's successors call them
 LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 
 
@@ -53,7 +54,30 @@ LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 def test_the_parameters_are_those_of_flash_attn_2_8(function: Callable[..., Any], tensors: str, more: str) -> None:
     parameters = inspect.signature(function).parameters.values()
     plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
-    assert str(inspect.Signature(plain)) == f"({tensors}, {FLASH_ATTN_2_8}{more})"
+    assert str(inspect.Signature(plain)) == f"({tensors}, {FLASH_ATTN_2_8}{more}, {SINKS})"
+
+
+@pytest.mark.parametrize("name", ["learnable_sink", "s_aux"])
+def test_sinks_go_by_either_name_and_have_a_gradient(name: str, reference_only: None) -> None:
+    (q, k, v), sinks = make(9, 12, batch=1, device=CPU, dtype=torch.float32), torch.randn(4)
+
+    def gradients_by(function: Callable[..., Any], *tensors: torch.Tensor, **more: Any) -> list[torch.Tensor]:
+        return results_and_gradients(lambda s, *x: function(*x, **{name: s}, **more), sinks, *tensors)
+
+    expected = results_and_gradients(lambda s, *x: attention(*x, sinks=s), sinks, q, k, v)
+    assert all(map(torch.equal, gradients_by(flash_attn_func, q, k, v), expected))
+    kv = gradients_by(flash_attn_kvpacked_func, q, torch.stack([k, v], 2))
+    assert all(map(torch.equal, kv[:3], expected[:3]))
+    starts = {"cu_seqlens_q": torch.tensor([0, 9], dtype=torch.int32), "max_seqlen_q": 9}
+    starts.update(cu_seqlens_k=torch.tensor([0, 12], dtype=torch.int32), max_seqlen_k=12)
+    packed = gradients_by(flash_attn_varlen_func, q[0], k[0], v[0], **starts)
+    torch.testing.assert_close(packed[1], expected[1])
+
+
+def test_sinks_by_both_names_are_refused() -> None:
+    q, k, v = make(9, 12, device=CPU)
+    with pytest.raises(InvalidProblemError, match="learnable_sink and s_aux are given; both name the sinks"):
+        flash_attn_func(q, k, v, learnable_sink=torch.ones(4), s_aux=torch.ones(4))
 
 
 # --- a batch ----------------------------------------------------------------------------------------------------------

@@ -38,7 +38,10 @@ class EmulatedKernel:
     def __init__(self, candidate: Any, folder: Path) -> None:
         self.candidate = candidate
         self.launchers: dict[int, Any] = {}
-        self.owner = candidate.family.tensors.index(candidate.family.kernel_pass.spec.owns)
+        family = candidate.family
+        self.owner = family.tensors.index(family.kernel_pass.spec.owns)
+        self.operands = (*family.kernel_pass.spec.takes, *family.outputs)
+        self.extra_tensors, self.numbers = family.extra_tensors, family.numbers
         self.module = load_module(write_module(render(candidate), folder))
         self._emulator = Emulator(self.module)
 

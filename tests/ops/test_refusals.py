@@ -3,13 +3,24 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
-from fa_autotune import attention
+from fa_autotune import (
+    attention,
+    attention_varlen,
+    explain,
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    scaled_dot_product_attention,
+    warmup,
+)
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
-from kit.attention_calls import make, runs_kernels
+from kit.attention_calls import make, make_small, runs_kernels
 
 
 @pytest.mark.parametrize(
@@ -54,7 +65,10 @@ BAD_TENSORS: dict[str, tuple[Callable[[], Any], str]] = {
     "v of no dimension": (changed(v=lambda t: t.sum()), r"v has shape \(\), attention takes 4"),
     "no tensor": (changed(k=lambda t: t.tolist()), "k is a list, attention takes torch tensors; convert"),
     "numpy": (changed(v=lambda t: t.float().numpy()), "v is a ndarray, attention takes torch tensors; convert"),
-    "sparse": (changed(q=lambda t: t.to_sparse()), "q is a sparse or nested tensor, .* convert"),
+    "sparse": (
+        changed(q=lambda t: t.to_sparse()),
+        r"q is a sparse tensor \(torch.sparse_coo\), .* convert it with to_dense",
+    ),
     "float64": (changed(q=lambda t: t.double()), "q is torch.float64, attention takes .*torch.bfloat16.* cast it"),
     "int8": (changed(v=lambda t: t.char()), "v is torch.int8, attention takes .* cast it"),
     "mixed dtypes": (changed(v=lambda t: t.half()), "v is torch.float16 and q torch.bfloat16; cast"),
@@ -102,8 +116,83 @@ def test_a_misspelled_choice_is_an_error_that_lists_the_choices(arguments: dict[
 
 
 def test_tensors_on_a_device_without_kernels_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="cuda and cpu tensors, not on meta"):
-        attention(*make(device=torch.device("meta")))
+    with FakeTensorMode(), pytest.raises(UnsupportedError, match="cuda and cpu tensors, not on mps"):
+        attention(*(torch.empty(1, 8, 2, 16, device="mps") for _ in range(3)))
+
+
+# --- yes or no --------------------------------------------------------------------------------------------------------
+
+FLAGS: dict[str, Callable[..., Any]] = {
+    "attention causal": lambda flag: attention(*make_small(), causal=flag),
+    "attention return_lse": lambda flag: attention(*make_small(), return_lse=flag),
+    "attention deterministic": lambda flag: attention(*make_small(), deterministic=flag),
+    "attention_varlen causal": lambda flag: attention_varlen(*PACKED, causal=flag),
+    "attention_varlen return_lse": lambda flag: attention_varlen(*PACKED, return_lse=flag),
+    "attention_varlen deterministic": lambda flag: attention_varlen(*PACKED, deterministic=flag),
+    "flash_attn_func causal": lambda flag: flash_attn_func(*make_small(), causal=flag),
+    "flash_attn_func deterministic": lambda flag: flash_attn_func(*make_small(), deterministic=flag),
+    "flash_attn_func return_attn_probs": lambda flag: flash_attn_func(*make_small(), return_attn_probs=flag),
+    "flash_attn_varlen_func causal": lambda flag: flash_attn_varlen_func(*PACKED, 9, 9, causal=flag),
+    "flash_attn_varlen_func deterministic": lambda flag: flash_attn_varlen_func(*PACKED, 9, 9, deterministic=flag),
+    "flash_attn_varlen_func return_attn_probs": lambda flag: flash_attn_varlen_func(
+        *PACKED, 9, 9, return_attn_probs=flag
+    ),
+    "flash_attn_qkvpacked_func causal": lambda flag: flash_attn_qkvpacked_func(torch.ones(1, 8, 3, 2, 16), causal=flag),
+    "scaled_dot_product_attention is_causal": lambda flag: scaled_dot_product_attention(
+        *[torch.ones(1, 2, 8, 16)] * 3, is_causal=flag
+    ),
+    "scaled_dot_product_attention enable_gqa": lambda flag: scaled_dot_product_attention(
+        *[torch.ones(1, 2, 8, 16)] * 3, enable_gqa=flag
+    ),
+    "explain backward": lambda flag: explain("1x2x2x64x64x32", backward=flag),
+    "warmup backward": lambda flag: warmup([], backward=flag),
+}
+PACKED = (*[torch.ones(9, 2, 16)] * 3, *[torch.tensor([0, 9], dtype=torch.int32)] * 2)
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("value", ["False", 0.25, None, torch.tensor(False), np.array([1, 0]), 2, [], -1], ids=repr)
+def test_a_flag_that_is_neither_true_nor_false_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(InvalidProblemError, match=rf"^{name.split()[1]} is .*; it is True or False"):
+        FLAGS[name](value)
+
+
+@pytest.mark.parametrize("value", [True, 1, np.True_, np.int64(1)], ids=repr)
+def test_a_flag_may_be_a_bool_or_a_0_or_1_of_any_kind(value: Any, reference_only: None) -> None:
+    q, k, v = make_small(device=torch.device("cpu"))
+    out, _ = attention(q, k, v, causal=value, return_lse=value)
+    assert torch.equal(out, attention(q, k, v, causal=True))
+    assert attention(q, k, v, causal=type(value)(0)).ne(out).any()
+
+
+def test_a_scale_in_the_place_of_a_flag_is_refused() -> None:
+    x = torch.ones(1, 2, 8, 16)
+    with pytest.raises(InvalidProblemError, match=r"is_causal is 0\.25; it is True or False"):
+        scaled_dot_product_attention(x, x, x, None, 0.0, 0.25, False)  # type: ignore[arg-type]
+
+
+# --- what is no tensor, no name, no problem ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda q, k, v: attention(None, k, v), "q is a NoneType, attention takes torch tensors"),
+        (lambda q, k, v: attention(q, k, None, dropout_p=0.5), "v is a NoneType, attention takes torch tensors"),
+        (lambda q, k, v: flash_attn_func(None, k, v), "q is a NoneType, attention takes torch tensors"),
+        (lambda q, k, v: attention(q, k, v, backend=np.array(["a", "b"])), "backend=array.* is not"),
+        (lambda q, k, v: attention(q, k, v, fp32_precision=np.array(["a", "b"])), "fp32_precision=array.* is not"),
+        (lambda q, k, v: attention(q, k, v, layout=np.array(["a", "b"])), "layout=array.* is not"),
+        (lambda q, k, v: attention(q, k, v, softmax_scale=np.array([1.0, 2.0])), "softmax_scale=array.* is not a num"),
+        (lambda q, k, v: attention(q, k, v, window_size=None), "window_size=None is not"),
+        (lambda q, k, v: warmup([None]), "problem=None is a NoneType, and no problem; write it"),  # type: ignore[list-item]
+        (lambda q, k, v: warmup(None), "problems=None is no list of problems; write"),  # type: ignore[arg-type]
+        (lambda q, k, v: explain(None), "problem=None is a NoneType, and no problem; write it"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_argument_at_all_is_named(call: Callable[..., Any], message: str) -> None:
+    with pytest.raises(InvalidProblemError, match=message):
+        call(*make_small())
 
 
 @runs_kernels

@@ -18,7 +18,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from fa_autotune import attention, flash_attn_func, flash_attn_qkvpacked_func, scaled_dot_product_attention
+from fa_autotune import (
+    attention,
+    attention_varlen,
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    scaled_dot_product_attention,
+)
 from fa_autotune.ops.call import (
     BHSD,
     BHSD_STORED_AS_BSHD,
@@ -135,6 +141,60 @@ def test_lengths_that_change_unannounced_compile_twice(reference_only: None) -> 
     for seqlen in range(21, 31):
         function(*make(seqlen, seqlen, batch=3, heads=10, kv_heads=5, head_dim=16, device=torch.device("cpu")))
     assert counters["stats"]["unique_graphs"] == 2
+
+
+STARTS = torch.tensor([0, 7, 16], dtype=torch.int32)
+CHANGING: dict[str, tuple[Callable[..., Any], list[Any]]] = {
+    "window": (lambda q, w: attention(q, q, q, causal=True, window_size=(w, 0)), [*range(1, 13)]),
+    "both sides": (lambda q, w: attention(q, q, q, window_size=[w, w]), [*range(1, 13)]),
+    "scale": (lambda q, s: attention(q, q, q, softmax_scale=s), [s / 7 for s in range(-3, 9) if s]),
+    "whole scale": (lambda q, s: attention(q, q, q, softmax_scale=s), [*range(2, 14)]),
+    "cap": (lambda q, s: attention(q, q, q, softcap=s), [s / 7 for s in range(1, 13)]),
+    "dropout": (lambda q, s: attention(q, q, q, dropout_p=s), [s / 17 for s in range(1, 13)]),
+    "all": (
+        lambda q, s: flash_attn_func(q, q, q, s, s, window_size=(3, 3), softcap=s + 1, s_aux=q[0, 0, :, 0]),
+        [s / 17 for s in range(1, 13)],
+    ),
+    "packed": (
+        lambda q, s: attention_varlen(q[0], q[0], q[0], STARTS, STARTS, softmax_scale=s, softcap=s + 1),
+        [s / 17 for s in range(1, 13)],
+    ),
+    "sdpa": (lambda q, s: scaled_dot_product_attention(q, q, q, scale=s), [s / 7 for s in range(1, 13)]),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_12_numbers_compile_twice(name: str, reference_only: None) -> None:
+    """Once for the first value, and once for all others; the gradients are of each value, too."""
+    function, values = CHANGING[name]
+    graph, q = compiled(function), torch.randn(1, 16, 2, 16)
+    for value in values:
+        found = []
+        for call in (graph, function):
+            torch.manual_seed(1)
+            x = q.clone().requires_grad_()
+            out = call(x, value)
+            found.append((out.detach(), *torch.autograd.grad(out, x, torch.ones_like(out))))
+        assert all(map(torch.equal, *found))
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_12_numbers_compile_twice_where_nothing_is_recorded(mode: Any, reference_only: None) -> None:
+    function, values = CHANGING["scale"]
+    graph, q = compiled(function), torch.randn(1, 16, 2, 16)
+    with mode():
+        assert all(torch.equal(graph(q, value), function(q, value)) for value in values)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_a_flag_that_follows_from_lengths_is_a_flag(reference_only: None) -> None:
+    q = torch.randn(1, 16, 2, 16)
+
+    def function(q: Tensor) -> Any:
+        return attention(q, q, q, causal=q.shape[1] > 4)
+
+    assert torch.equal(compiled(function, dynamic=True)(q), attention(q, q, q, causal=True))
 
 
 @runs_kernels

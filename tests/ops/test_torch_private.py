@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fa_autotune.ops import torch_private
 from fa_autotune.ops.torch_private import found
@@ -20,6 +21,7 @@ ON_CUDA = pytest.mark.skipif(torch.version.cuda is None, reason="this torch is b
 PRIVATE = {
     "is_transforming": "_C._are_functorch_transforms_active",
     "tracing_state": "_C._get_tracing_state",
+    "transforms": "_C._functorch.get_interpreter_stack",
     "is_in_dispatch_mode": "utils._python_dispatch.is_in_torch_dispatch_mode",
     "is_batched": "_C._functorch.is_legacy_batchedtensor",
     "unwrap_dead_wrappers": "_functorch.utils.unwrap_dead_wrappers",
@@ -92,6 +94,7 @@ FALLBACKS: dict[str, Callable[[Any], bool]] = {
     "current_gpu": lambda fallback: fallback is torch.cuda.current_device,
     "is_transforming": lambda fallback: fallback() is False,
     "tracing_state": lambda fallback: fallback() is None,
+    "transforms": lambda fallback: fallback() is None,
     "is_in_dispatch_mode": lambda fallback: fallback() is False,
     "is_batched": lambda fallback: fallback(torch.ones(1)) is False,
     "unwrap_dead_wrappers": lambda fallback: fallback((1, None)) == (1, None),
@@ -111,6 +114,28 @@ def test_a_torch_without_it_gets_the_fallback(name: str, monkeypatch: pytest.Mon
 def test_all_that_is_kept_here_has_a_test_of_its_fallback() -> None:
     kept = re.findall(r"^(\w+): .+ = found\(", Path(torch_private.__file__).read_text(), re.MULTILINE)
     assert set(kept) == FALLBACKS.keys() == {**PRIVATE, **OF_CUDA}.keys()
+
+
+def test_a_profiler_that_records_is_seen_and_missed_where_torch_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not torch_private.is_profiling()
+    monkeypatch.setattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+    assert torch_private.is_profiling()
+    monkeypatch.delattr(torch.autograd.profiler, "_is_profiler_enabled")
+    assert not without(monkeypatch).is_profiling()
+
+
+def test_functionalize_is_seen_at_any_depth() -> None:
+    seen: list[bool] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch_private.is_functionalizing())
+        return x.sum()
+
+    x = torch.ones(2)
+    for transformed in (look, torch.func.grad(look), torch.func.functionalize(look)):
+        transformed(x)
+    torch.func.functionalize(torch.func.grad(look))(x)
+    assert seen == [False, False, True, True]
 
 
 def test_an_open_level_of_forward_mode_is_seen_and_taken_for_granted_where_torch_does_not_tell(
@@ -160,6 +185,51 @@ def test_a_function_whose_inner_entry_is_not_known_is_applied_as_usual(monkeypat
 
     monkeypatch.setattr(torch.autograd, "Function", Plain)
     assert torch_private.apply_of(Ours) == Ours.apply  # type: ignore[arg-type]
+
+
+def test_an_operator_can_be_defined_again_once_its_library_is_taken_down() -> None:
+    library = torch.library.Library("fa_autotune_test_of_taking_down", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    torch_private.take_down(library)
+    again = torch.library.Library("fa_autotune_test_of_taking_down", "DEF")
+    again.define("twice(Tensor x) -> Tensor")
+    torch_private.take_down(again)
+    torch_private.take_down(object())
+
+
+def test_what_is_traced_is_marked_to_be_kept_for_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def traced() -> dict[str, object]:
+        with torch.fx.traceback.preserve_node_meta():
+            graph = torch.fx.Graph()
+            before = graph_node(graph)
+            with torch_private.kept_for_backward():
+                inside = graph_node(graph)
+            return {"before": before, "inside": inside, "after": graph_node(graph)}
+
+    def graph_node(graph: torch.fx.Graph) -> object:
+        tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+        return tracer.create_node("call_function", torch.sin, (), {}).meta.get("recompute")
+
+    assert traced() == {"before": None, "inside": CheckpointPolicy.MUST_SAVE, "after": None}
+    with torch.fx.traceback.preserve_node_meta():
+        monkeypatch.setitem(torch.fx.traceback.current_meta, "recompute", CheckpointPolicy.PREFER_RECOMPUTE)
+        with torch_private.kept_for_backward():
+            pass
+        assert torch.fx.traceback.current_meta["recompute"] is CheckpointPolicy.PREFER_RECOMPUTE
+    monkeypatch.delattr(torch.fx.traceback, "current_meta")
+    with torch_private.kept_for_backward():
+        pass
+
+
+def test_the_least_memory_budget_is_that_of_the_region_or_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = pytest.importorskip("torch._functorch.config")
+    assert torch_private.least_memory_budget() == 1.0
+    with config.patch(activation_memory_budget=0.5):
+        assert torch_private.least_memory_budget() == 0.5
+    key = torch_private.found("fx.traceback.MEMORY_BUDGET_ANNOTATION_KEY", None)
+    with torch.fx.traceback.preserve_node_meta():
+        monkeypatch.setitem(torch.fx.traceback.current_meta, "custom", {key: 0.25})
+        assert torch_private.least_memory_budget() == 0.25
 
 
 # --- attention without any of it --------------------------------------------------------------------------------------

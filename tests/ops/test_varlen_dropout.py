@@ -17,7 +17,7 @@ from fa_autotune import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from fa_autotune.errors import InvalidProblemError
+from fa_autotune.errors import InvalidProblemError, UnsupportedError
 from fa_autotune.ops.call import FULL, GENERATED, PACKED, Call, Extras
 from fa_autotune.reference.dropout import draw_seed, dropout_mask, scale_of
 from kit.attention_calls import DEVICE, FLOAT32, MINUS_INF, gradient_of, requiring, runs_kernels
@@ -108,6 +108,49 @@ def test_flash_attns_functions_drop_the_same_weights() -> None:
     ]
     assert all(torch.equal(one, expected) for one in found)
     assert torch.autograd.grad(found[-1], whole, torch.ones_like(expected))[0].any()
+
+
+@runs_kernels
+def test_the_signed_probabilities_tell_what_was_dropped() -> None:
+    q, k, v, *starts = make_packed(LENGTHS, heads=4, kv_heads=2, head_dim=16, dtype=FLOAT32)
+    call: dict[str, Any] = {"dropout_p": 0.3, "causal": True, "return_attn_probs": True}
+    out, _, signed = seeded(lambda: flash_attn_varlen_func(q, k, v, *starts, 40, 48, **call))
+    assert signed.shape == (len(LENGTHS), 4, 40, 48)
+    kept = kept_of(len(LENGTHS), 4, 0.3)[:, :, :40, :48]
+    assert torch.equal((signed > 0) & kept, signed > 0)
+    assert not (kept & (signed < 0)).any()
+    row = key = 0
+    for number, (rows, keys) in enumerate(LENGTHS):
+        weights = signed[number, :, :rows, :keys].clamp(min=0) * scale_of(0.3)
+        values = v[key : key + keys].repeat_interleave(2, 1).transpose(0, 1)
+        torch.testing.assert_close((weights @ values).transpose(0, 1), out[row : row + rows], atol=1e-5, rtol=1e-5)
+        assert not signed[number, :, rows:].any()
+        assert not signed[number, :, :, keys:].any()
+        row, key = row + rows, key + keys
+
+
+@pytest.mark.parametrize("maxima", [(None, None), (torch.tensor(9), 3), (1, 1)], ids=str)
+def test_the_signed_probabilities_hold_the_longest_sequence(maxima: tuple[Any, Any], reference_only: None) -> None:
+    q, k, v, *starts = make_packed([(9, 5), (4, 7)], heads=2, kv_heads=2, head_dim=16, dtype=FLOAT32)
+    call: dict[str, Any] = {"dropout_p": 0.3, "return_attn_probs": True}
+    assert flash_attn_varlen_func(q, k, v, *starts, *maxima, **call)[2].shape == (2, 2, 9, 7)
+
+
+def test_the_signed_probabilities_are_those_of_every_packed_form(reference_only: None) -> None:
+    q, k, v, starts, _ = make_packed([(9, 9), (4, 4)], heads=2, kv_heads=2, head_dim=16, dtype=FLOAT32)
+    call: dict[str, Any] = {"dropout_p": 0.3, "return_attn_probs": True}
+    expected = seeded(lambda: flash_attn_varlen_func(q, k, v, starts, starts, 9, 9, **call))[2]
+    kv, qkv = torch.stack([k, v], 1), torch.stack([q, k, v], 1)
+    of_kv = seeded(lambda: flash_attn_varlen_kvpacked_func(q, kv, starts, starts, 9, 9, **call))[2]
+    of_qkv = seeded(lambda: flash_attn_varlen_qkvpacked_func(qkv, starts, 9, **call))[2]
+    assert torch.equal(of_kv, expected)
+    assert torch.equal(of_qkv, expected)
+
+
+def test_the_signed_probabilities_of_tensors_without_memory_are_refused() -> None:
+    x, starts = torch.empty(9, 2, 16, device="meta"), torch.empty(2, dtype=torch.int32, device="meta")
+    with pytest.raises(UnsupportedError, match="S_dmask of packed sequences has the lengths that cu_seqlens holds"):
+        flash_attn_varlen_func(x, x, x, starts, starts, 9, 9, dropout_p=0.5, return_attn_probs=True)
 
 
 @runs_kernels

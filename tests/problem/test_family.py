@@ -1,5 +1,7 @@
 """Families: keys, passes by name, what goes together, and how they are read."""
 
+import copy
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -7,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from fa_autotune.errors import InvalidProblemError
-from fa_autotune.problem.family import Access, AttentionFamily, DType, strongest_access
+from fa_autotune.problem.family import Access, AttentionFamily, DType, parse_json, strongest_access
 from fa_autotune.problem.passes import BACKWARD_PASSES, Pass, parse_passes
 from fa_autotune.problem.problem import AttentionProblem
 from kit.strategies import families
@@ -111,3 +113,38 @@ def test_sequences_in_a_row_with_a_mask_are_no_family(other: str) -> None:
         AttentionProblem.parse(f"8x32x8x2048x2048x128,causal,{other},varlen")
     with pytest.raises(InvalidProblemError, match=f"^{other} with varlen: .*; leave one out"):
         replace(PLAIN, kernel_pass=Pass.BWD_DQ, varlen=True, **{other: True})
+
+
+def test_a_hash_is_kept_but_does_not_travel() -> None:
+    """That of a text is another in each process, where an equal family must be found all the same."""
+    family = AttentionProblem.parse("1x1x1x64x64x64,causal").family
+    assert hash(family) == hash(replace(family)) == family._hash
+    for other in (pickle.loads(pickle.dumps(family)), copy.copy(family), replace(family)):
+        assert not hasattr(other, "_hash")
+        assert {family: 1}[other] == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NaN",
+        "[Infinity]",
+        '{"a": -Infinity}',
+        "1e999",
+        "-1e999",
+        '{"a": 1, "a": 1}',
+        "[" * 33 + "]" * 33,
+        "[" * 10**5,
+        "",
+        "{",
+    ],
+    ids=lambda text: text[:12],
+)
+def test_json_that_is_none_or_that_nobody_writes_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_json(text)
+
+
+def test_json_is_parsed_to_its_depth() -> None:
+    assert parse_json('{"a": [1, 2.5, null, true, "x"]}') == {"a": [1, 2.5, None, True, "x"]}
+    assert parse_json("[" * 31 + "1" + "]" * 31)[0][0] is not None

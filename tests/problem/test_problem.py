@@ -3,6 +3,7 @@
 import json
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -362,3 +363,20 @@ def test_postprocessings_of_capped_calls_are_those_of_uncapped_ones() -> None:
     call = AttentionProblem.parse("1x2x1x64x64x64,causal,left=3,softcap,alibi")
     plain = AttentionProblem.parse("1x2x1x64x64x64,causal,left=3")
     assert call.for_pass(Pass.BWD_POSTPROCESS) == plain.for_pass(Pass.BWD_POSTPROCESS)
+
+
+@pytest.mark.parametrize("text", [None, 5, b"1x2x2x64x64x64"])
+def test_what_is_no_text_is_refused(text: Any) -> None:
+    with pytest.raises(InvalidProblemError, match="is no text of a problem; write it as 4x32x8"):
+        AttentionProblem.parse(text)
+
+
+def test_problems_may_be_one_or_several_and_texts_or_themselves() -> None:
+    text = "1x2x2x64x64x64"
+    problem = AttentionProblem.parse(text)
+    for asked in (text, problem, [text], [problem], iter([text])):
+        assert AttentionProblem.several(asked) == [problem]
+    with pytest.raises(InvalidProblemError, match="problem=5 is a int, and no problem; write it as"):
+        AttentionProblem.several([5])
+    with pytest.raises(InvalidProblemError, match="problems=5 is no list of problems; write it as"):
+        AttentionProblem.several(5)

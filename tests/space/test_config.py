@@ -72,6 +72,7 @@ def test_a_config_takes_knobs_as_json_has_them(one: Candidate, other: Candidate)
 def test_a_schedule_is_taken_by_its_word() -> None:
     config = with_knobs(HOPPER, {"SCHEDULE": "persistent", "OWN_OUT": True})
     assert config == replace(HOPPER, SCHEDULE=Schedule.PERSISTENT, OWN_OUT=True)
+    assert with_knobs(HOPPER, {"SCHEDULE": "PERSISTENT", "OWN_OUT": True}) == config
 
 
 @pytest.mark.parametrize("value", ["tiles", None, ["tile"]])

@@ -28,6 +28,7 @@ from fa_autotune.tuner import (
 )
 from fa_autotune.tuner.study import HOPELESS_WEIGHT
 from kit.combinations import rest
+from kit.database_files import edit
 from kit.replay import ReplayEvaluator, attention_landscape, candidate_digest, failure, success
 
 H100, H200 = KNOWN_DEVICES["h100"], KNOWN_DEVICES["h200"]
@@ -185,6 +186,76 @@ def test_only_the_variants_asked_for_are_searched(database):
     evaluator = ReplayEvaluator(LANDSCAPE)
     run([LONG], evaluator, database, variants=[Variant.PORTABLE])
     assert {candidate.variant for _, candidate in evaluator.screened} == {Variant.PORTABLE}
+
+
+# --- other jobs on the same database ----------------------------------------------------------------------------------
+
+
+def jobs_at_once(path, problems, *, second_begins_at) -> tuple[TuneSummary, TuneSummary, list[object]]:
+    """Two equal jobs, the second of which runs whole as soon as an event of the first is of a kind."""
+    seconds, evaluators = [], [ReplayEvaluator(LANDSCAPE), ReplayEvaluator(LANDSCAPE)]
+
+    def on_event(event) -> None:
+        if isinstance(event, second_begins_at) and not seconds:
+            with TuningDatabase(path) as other:
+                seconds.append(run(problems, evaluators[1], other))
+
+    with TuningDatabase(path) as database:
+        first = run(problems, evaluators[0], database, on_event=on_event)
+    return first, seconds[0], [*evaluators[0].screened, *evaluators[1].screened]
+
+
+def test_two_equal_jobs_measure_nothing_twice_and_take_families_in_turns(tmp_path):
+    problems = [LONG, SHORT, CAUSAL]
+    first, second, screened = jobs_at_once(tmp_path / "t.db", problems, second_begins_at=TrialEnded)
+    assert max(Counter(screened).values()) == 1
+    assert Counter(problem for problem, _ in screened) == dict.fromkeys(problems, SMALL.trials)
+    assert [result.measured for result in first.results] == [24, 24, 0]
+    assert [result.measured for result in second.results] == [0, 0, 24]
+    assert [result.note for result in first.results] == [None, None, "already tuned"]
+    assert second.results[0].note == f"another job (session {first.session_id}) is tuning it"
+
+
+def test_what_another_job_did_meanwhile_counts_as_done(tmp_path):
+    first, second, screened = jobs_at_once(tmp_path / "t.db", [CAUSAL, LONG], second_begins_at=ProblemFinished)
+    assert Counter(problem for problem, _ in screened) == {CAUSAL: 48, LONG: 24}  # the second began after CAUSAL
+    assert max(Counter(screened).values()) == 1
+    assert [result.note for result in first.results] == [None, "already tuned"]
+    assert first.results[1].winners == second.results[1].winners
+
+
+@pytest.mark.parametrize(
+    "change", ["process_start = '1'", "host = 'elsewhere', started_at = '2026-01-01T00:00:00.000000Z'"]
+)
+def test_what_a_dead_job_had_claimed_is_tuned(tmp_path, change):
+    path = tmp_path / "t.db"
+    with TuningDatabase(path) as database:
+        dead = database.begin_session(kind=SessionKind.TUNE, device=H200, toolchain=TOOLCHAIN)
+        assert database.claim(dead, LONG) is None
+        edit(path, f"UPDATE sessions SET {change}", "UPDATE claims SET claimed_at = '2026-01-01T00:00:00.000000Z'")
+        assert run([LONG], ReplayEvaluator(LANDSCAPE), database).results[0].winners
+
+
+def test_a_job_of_another_toolchain_is_not_waited_for(database):
+    other = database.begin_session(kind=SessionKind.TUNE, device=H200, toolchain=Toolchain(triton="3.6.0"))
+    database.claim(other, LONG)
+    assert run([LONG], ReplayEvaluator(LANDSCAPE), database).results[0].winners
+
+
+def test_claims_end_with_the_job(database):
+    with pytest.raises(KeyboardInterrupt):
+        run([LONG], ReplayEvaluator(LANDSCAPE), database, on_event=interrupt_at(TrialEnded))
+    assert database.info().counts["claims"] == 0
+    run([LONG], ReplayEvaluator(LANDSCAPE), database)
+    assert database.info().counts["claims"] == 0
+
+
+def interrupt_at(kind):
+    def on_event(event) -> None:
+        if isinstance(event, kind):
+            raise KeyboardInterrupt
+
+    return on_event
 
 
 # --- the budget -------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fa_autotune.errors import InvalidProblemError
 from fa_autotune.kernels.fast_launch import Counts
-from fa_autotune.ops.arguments import are_right, check_mask, check_seed, check_tensor, check_tensors
+from fa_autotune.ops.arguments import are_right, check_mask, check_seed, check_tensors
 from fa_autotune.ops.call import (
     BHSD_STORED_AS_BSHD,
     BSHD,
@@ -22,9 +22,15 @@ from fa_autotune.ops.call import (
 )
 from fa_autotune.ops.memory import Geometry, contiguous
 from fa_autotune.ops.rows.rows import Bounds, Results, Workspaces
+from fa_autotune.ops.tensor_kinds import check_tensor
 from fa_autotune.problem.family import AttentionFamily
 from fa_autotune.problem.problem import AttentionShape
-from fa_autotune.reference.attention import attention_backward, attention_reference, backward_statistics
+from fa_autotune.reference.attention import (
+    attention_backward,
+    attention_reference,
+    backward_statistics,
+    signed_probabilities,
+)
 from fa_autotune.reference.dropout import head_numbers
 from fa_autotune.reference.features import Features, sink_gradient, summed_like, window_diagonals
 from fa_autotune.space.workspace import dq_acc_size, statistics_size, turns_size
@@ -187,6 +193,11 @@ class FixedRows:
         if extras.sinks is None:
             return lse.fill_(float("-inf"))
         return lse.copy_(extras.sinks[..., None].expand_as(lse))
+
+    def probabilities(self, q: Tensor, k: Tensor, extras: Extras, call: Call, maxima: tuple[Any, Any]) -> Tensor:
+        """Of all rows and keys."""
+        said = self._said(q, k, extras, call)
+        return signed_probabilities(self.view(q), self.view(k), **said)
 
     def reference_forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call) -> tuple[Tensor, Tensor]:
         """(out, lse) of views (batch, heads, seqlen, head_dim)."""

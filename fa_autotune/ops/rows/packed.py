@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_autotune.errors import InvalidProblemError
+from fa_autotune.errors import InvalidProblemError, UnsupportedError
 from fa_autotune.kernels.fast_launch import Counts
-from fa_autotune.ops.arguments import check_seed, check_tensor, check_tensors
+from fa_autotune.ops.arguments import check_seed, check_tensors
 from fa_autotune.ops.call import BOTTOM_RIGHT, OPEN, TOP_LEFT, Call, Extras, Gradients, Needed, Saved
 from fa_autotune.ops.memory import Geometry, contiguous
 from fa_autotune.ops.rows.rows import Bounds, Results, Workspaces
+from fa_autotune.ops.tensor_kinds import check_tensor
 from fa_autotune.problem.family import AttentionFamily
 from fa_autotune.problem.problem import AttentionShape, packed_shape
 from fa_autotune.reference.dropout import head_numbers
@@ -22,6 +23,7 @@ from fa_autotune.reference.features import Features, sink_gradient
 from fa_autotune.reference.packed import (
     PackedCall,
     packed_gradients,
+    packed_probabilities,
     packed_reference,
     packed_statistics,
     padded_places,
@@ -94,7 +96,7 @@ class PackedRows:
                     "heads, head_dim; a batch of one length is for `attention`"
                 )
         for name, tensor in (("cu_seqlens_q", extras.cu_seqlens_q), ("cu_seqlens_k", extras.cu_seqlens_k)):
-            check_tensor(name, tensor)
+            check_tensor(name, tensor, beside=True)
             assert tensor is not None  # which check_tensor refuses
             if tensor.ndim != 1 or tensor.shape[0] == 0 or tensor.dtype != torch.int32 or tensor.stride() != (1,):
                 raise InvalidProblemError(
@@ -242,6 +244,15 @@ class PackedRows:
         starts_q, _ = _starts(extras)
         is_row = torch.arange(lse.shape[1], device=lse.device) < starts_q.max()
         return lse.copy_(torch.where(is_row, extras.sinks[:, None], lse))
+
+    def probabilities(self, q: Tensor, k: Tensor, extras: Extras, call: Call, maxima: tuple[Any, Any]) -> Tensor:
+        """Of as many rows and keys as `maxima` say, or as the longest sequences have: it waits for the device."""
+        if torch.compiler.is_compiling() or q.device.type == "meta":
+            raise UnsupportedError(
+                "S_dmask of packed sequences has the lengths that cu_seqlens holds, which a graph, or a tensor without "
+                "memory, can't tell; leave return_attn_probs out there"
+            )
+        return packed_probabilities(self.view(q), self.view(k), self._said(q, k, extras, call), maxima)
 
     def reference_forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call) -> tuple[Tensor, Tensor]:
         """Sequence by sequence: it waits for the device."""

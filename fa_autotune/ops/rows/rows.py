@@ -108,6 +108,11 @@ class Rows(Protocol):
         """Fill lse as where no row sees a key."""
         ...
 
+    def probabilities(self, q: Tensor, k: Tensor, extras: Extras, call: Call, maxima: tuple[Any, Any]) -> Tensor:
+        """Those of a call, negative where dropout hides them, (batch, num_q_heads, rows, keys) in plain torch; `maxima`
+        are the rows and keys of packed sequences that are asked for."""
+        ...
+
     def reference_forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call) -> tuple[Tensor, Tensor]:
         """(out, lse) in plain torch, as kernels take them."""
         ...

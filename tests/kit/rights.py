@@ -1,14 +1,15 @@
-"""Run something as a user without root's rights, which ignore permissions: in a child process that gives them up."""
+"""Actions of a user without root's rights, which ignore permissions, whoever runs the tests."""
 
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 NOBODY = 65534
 
 
 def outcome(action: Callable[[], object], *, umask: int | None = None) -> str:
-    """What an action gives, or its error, as text, in a process that has no rights of root's."""
+    """What an action gives, or its error, as text, in a child process that has given up root's rights."""
     read_end, write_end = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # threads that other tests left; the child needs none
@@ -31,3 +32,12 @@ def outcome(action: Callable[[], object], *, umask: int | None = None) -> str:
         text = answer.read()
     os.waitpid(child, 0)
     return text
+
+
+def outcome_in(folder: Path, action: Callable[[Path], object]) -> str:
+    """The same of an action on a folder that it can't write."""
+    folder.chmod(0o555)
+    try:
+        return outcome(lambda: action(folder))
+    finally:
+        folder.chmod(0o755)

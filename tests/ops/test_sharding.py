@@ -1,0 +1,118 @@
+"""DTensors of batch or heads are attended to shard by shard; others are made whole first."""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fa_autotune import attention
+from fa_autotune.errors import UnsupportedError
+from fa_autotune.ops import sharding, torch_private
+
+distributed = pytest.importorskip("torch.distributed")
+tensors = pytest.importorskip("torch.distributed.tensor")
+sharded_calls = pytest.importorskip("kit.sharded_calls")
+CASES = sharded_calls.CASES
+pytestmark = [
+    pytest.mark.usefixtures("reference_only"),
+    pytest.mark.skipif(not distributed.is_available(), reason="this torch is built without distributed"),
+]
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Any]:
+    """Two devices, of which this process is the first; what it would hear of the other is nothing."""
+    pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    distributed.init_process_group("fake", rank=0, world_size=2, store=distributed.HashStore())
+    yield distributed.device_mesh.init_device_mesh("cpu", (2,))
+    distributed.destroy_process_group()
+
+
+def shards_of(tensor: Tensor, mesh: Any, place: Any) -> Any:
+    local = tensor.chunk(2, place.dim)[0] if place.is_shard() else tensor
+    return tensors.DTensor.from_local(local.detach().clone(), mesh, [place], run_check=False).requires_grad_()
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("rows", "scale")])
+def test_each_device_attends_to_its_own_shards(name: str, mesh: Any) -> None:
+    """Nothing is exchanged: the local results are those of the local tensors, and so are the gradients."""
+    call, given, placements, place = CASES[name]
+    sharded = [shards_of(*one) for one in zip(given, [mesh] * len(given), placements, strict=True)]
+    local = [tensor.to_local().detach().requires_grad_() for tensor in sharded]
+    out = call(*sharded)
+    assert out.placements == (place,)
+    options = {"alibi_slopes": torch.ones(2), "sinks": local[3]} if name == "sinks" else {}
+    expected = attention(*local[:3], **options) if options else call(*local)
+    torch.testing.assert_close(out.to_local(), expected)
+    d_out = torch.ones_like(expected).cumsum(-1)
+    found = torch.autograd.grad(out, sharded, tensors.DTensor.from_local(d_out, mesh, [place], run_check=False))
+    for one, other in zip(found, torch.autograd.grad(expected, local, d_out), strict=True):
+        torch.testing.assert_close(one.to_local(), other)
+
+
+@pytest.mark.parametrize("name", ["rows", "scale"])
+def test_what_cannot_be_shared_out_so_is_exchanged_first(name: str, mesh: Any) -> None:
+    call, given, placements, place = CASES[name]
+    out = call(*(shards_of(*one) for one in zip(given, [mesh] * len(given), placements, strict=True)))
+    assert (out.placements, out.shape) == ((place,), given[0].shape)
+
+
+def test_kv_heads_that_do_not_share_out_evenly_stay_together(mesh: Any) -> None:
+    q, k, v = torch.randn(1, 8, 6, 16), torch.randn(1, 8, 3, 16), torch.randn(1, 8, 3, 16)
+    whole = tensors.Replicate()
+    out = attention(shards_of(q, mesh, tensors.Shard(2)), *(shards_of(x, mesh, whole) for x in (k, v)))
+    assert out.placements == (whole,)  # type: ignore[attr-defined]
+
+
+def test_dropout_and_a_mixture_are_refused(mesh: Any) -> None:
+    q, k, v = (shards_of(x, mesh, tensors.Shard(0)) for x in sharded_calls.qkv())
+    with pytest.raises(UnsupportedError, match="attention of DTensors is not served with dropout_p"):
+        attention(q, k, v, dropout_p=0.5)
+    with pytest.raises(UnsupportedError, match="some of q, k and v are DTensors and some are not"):
+        attention(q.to_local(), k, v)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch itself
+def test_a_graph_of_sharded_tensors_shares_them_out_too(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = torch.compile(lambda *x: attention(*x, causal=True) * 2, fullgraph=True, backend="aot_eager")
+    q, k, v = (shards_of(x, mesh, tensors.Shard(0)) for x in sharded_calls.qkv())
+    out = graph(q, k, v)
+    torch.compiler.reset()
+    assert out.placements == (tensors.Shard(0),)
+    torch.testing.assert_close(out.to_local(), 2 * attention(*(x.to_local() for x in (q, k, v)), causal=True))
+
+
+def test_where_there_is_no_dtensor_nothing_is_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch.distributed.tensor")
+    x = torch.ones(1, 8, 2, 16)
+    assert not sharding.is_sharded(x)
+    assert not sharding.registered()
+    assert sharding.prepared(x, x, x, sharding.NO_EXTRAS) is sharding.NO_EXTRAS
+
+
+def test_a_torch_that_takes_no_strategy_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_private, "found", lambda path, fallback: fallback)
+    op = torch.ops.fa_autotune.forward.default
+    assert not torch_private.register_sharding(op, lambda *arguments: [], lambda *specs: True, first_static=3)
+
+
+@pytest.mark.rest
+def test_two_processes_compute_what_one_does() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [sys.executable, "-W", "ignore", str(Path(sharded_calls.__file__))]
+    processes = [
+        subprocess.Popen([*command, str(rank), port], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for process in processes:
+        printed, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors
+        assert printed.splitlines() == list(CASES)
