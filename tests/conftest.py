@@ -70,6 +70,7 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     shared = tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "FA_AUTOTUNE_DB", str(folder / "tuning.db"))
+        patch.delitem(os.environ, "COLUMNS", raising=False)  # which the workers of a run are given: tables honour it
         patch.setitem(os.environ, "FA_AUTOTUNE_CACHE", str(shared / "cache"))
         # Inductor finds a graph again by what it calls, also where another release's operators take other arguments.
         patch.setitem(os.environ, "TORCHINDUCTOR_CACHE_DIR", str(shared / "inductor"))

@@ -59,7 +59,6 @@ from fa_autotune.database.rows import (
     toolchain_from,
     utc_text,
 )
-from fa_autotune.database.schema import SCHEMA_VERSION
 from fa_autotune.database.sqlite_errors import translated
 from fa_autotune.database.text import to_json
 from fa_autotune.database.writing import (
@@ -406,7 +405,7 @@ class TuningDatabase:
             for numbering in ("trial_id", "session_id"):  # of this file alone
                 row.pop(numbering, None)
         rows.sort(key=lambda row: json.dumps(row, sort_keys=True))
-        return json.dumps({"schema": SCHEMA_VERSION, name: rows}, sort_keys=True, indent=1) + "\n"
+        return json.dumps({"schema": self._reader.schema, name: rows}, sort_keys=True, indent=1) + "\n"
 
     def import_pack(self, source: Path) -> ImportSummary:
         """Add another database's trials to this one; a trial that is there already stays unless theirs ended later.
