@@ -3,7 +3,7 @@
 What is not served raises UnsupportedError before any kernel runs.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +15,6 @@ from fa_autotune.ops.autograd import attend, attend_stacked, parts_of
 from fa_autotune.ops.call import BSHD, GENERATED, NO_EXTRAS, PACKED, Call, Extras
 from fa_autotune.ops.rows.kinds import rows_of
 from fa_autotune.ops.tensor_kinds import check_tensor, keep_out_of_scripts, refuse_proxy
-
-
-class _Beside(NamedTuple):
-    """What a call has beside q, k, v and cu_seqlens."""
-
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
 
 
 def flash_attn_func(
@@ -48,8 +41,8 @@ def flash_attn_func(
     each row, whose value is 0; differentiable.
     """
     call = _call(BSHD, dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
-    beside = _Beside(alibi_slopes, _sinks_of(learnable_sink, s_aux))
-    return _of_parts((q, k, v), NO_EXTRAS, call, beside, return_attn_probs)
+    sinks = learnable_sink if s_aux is None else _sinks_of(learnable_sink, s_aux)
+    return _of_parts((q, k, v), NO_EXTRAS, call, alibi_slopes, sinks, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -73,8 +66,8 @@ def flash_attn_kvpacked_func(
     check_tensor("q", q)
     _check_stacked("kv", kv, 2, BSHD)
     call = _call(BSHD, dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
-    beside = _Beside(alibi_slopes, _sinks_of(learnable_sink, s_aux))
-    return _of_stacked(q, kv, NO_EXTRAS, call, beside, return_attn_probs)
+    sinks = learnable_sink if s_aux is None else _sinks_of(learnable_sink, s_aux)
+    return _of_stacked(q, kv, NO_EXTRAS, call, alibi_slopes, sinks, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -96,8 +89,8 @@ def flash_attn_qkvpacked_func(
     """
     _check_stacked("qkv", qkv, 3, BSHD)
     call = _call(BSHD, dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
-    beside = _Beside(alibi_slopes, _sinks_of(learnable_sink, s_aux))
-    return _of_stacked(None, qkv, NO_EXTRAS, call, beside, return_attn_probs)
+    sinks = learnable_sink if s_aux is None else _sinks_of(learnable_sink, s_aux)
+    return _of_stacked(None, qkv, NO_EXTRAS, call, alibi_slopes, sinks, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -137,8 +130,8 @@ def flash_attn_varlen_func(
     check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     call = _call(PACKED, dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
     starts = Extras(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    beside = _Beside(alibi_slopes, _sinks_of(learnable_sink, s_aux))
-    return _of_parts((q, k, v), starts, call, beside, return_attn_probs, (max_seqlen_q, max_seqlen_k))
+    sinks = learnable_sink if s_aux is None else _sinks_of(learnable_sink, s_aux)
+    return _of_parts((q, k, v), starts, call, alibi_slopes, sinks, return_attn_probs, (max_seqlen_q, max_seqlen_k))
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -168,8 +161,8 @@ def flash_attn_varlen_kvpacked_func(
     check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     call = _call(PACKED, dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
     starts = Extras(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    beside = _Beside(alibi_slopes, _sinks_of(learnable_sink, s_aux))
-    return _of_stacked(q, kv, starts, call, beside, return_attn_probs, (max_seqlen_q, max_seqlen_k))
+    sinks = learnable_sink if s_aux is None else _sinks_of(learnable_sink, s_aux)
+    return _of_stacked(q, kv, starts, call, alibi_slopes, sinks, return_attn_probs, (max_seqlen_q, max_seqlen_k))
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -195,8 +188,8 @@ def flash_attn_varlen_qkvpacked_func(
     check_max_seqlens(max_seqlen=max_seqlen)
     call = _call(PACKED, dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
     starts = Extras(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
-    beside = _Beside(alibi_slopes, _sinks_of(learnable_sink, s_aux))
-    return _of_stacked(None, qkv, starts, call, beside, return_attn_probs, (max_seqlen, max_seqlen))
+    sinks = learnable_sink if s_aux is None else _sinks_of(learnable_sink, s_aux)
+    return _of_stacked(None, qkv, starts, call, alibi_slopes, sinks, return_attn_probs, (max_seqlen, max_seqlen))
 
 
 def _call(
@@ -207,11 +200,11 @@ def _call(
     return call_of(layout, GENERATED, softmax_scale, causal, window_size, as_flash_attn_softcap(softcap), dropout_p)
 
 
-def _sinks_of(learnable_sink: Tensor | None, s_aux: Tensor | None) -> Tensor | None:
-    """Sinks, by either of the names that flash-attn's successors gave them."""
-    if learnable_sink is not None and s_aux is not None:
+def _sinks_of(learnable_sink: Tensor | None, s_aux: Tensor) -> Tensor:
+    """Sinks by the second of the names that flash-attn's successors gave them."""
+    if learnable_sink is not None:
         raise InvalidProblemError("learnable_sink and s_aux are given; both name the sinks: leave one of them out")
-    return s_aux if learnable_sink is None else learnable_sink
+    return s_aux
 
 
 def _check_stacked(name: str, stacked: Any, count: int, layout: int) -> None:
@@ -226,8 +219,15 @@ def _check_stacked(name: str, stacked: Any, count: int, layout: int) -> None:
     raise InvalidProblemError(f"{name} {what}; it is {size}: stack its parts along dimension {axis}")
 
 
-def _with_extras(q: Tensor, k: Tensor, v: Tensor, starts: Extras, call: Call, beside: _Beside) -> Extras:
-    alibi_slopes, sinks = beside
+def _with_extras(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Extras,
+    call: Call,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> Extras:
     if alibi_slopes is sinks is None and call.dropout_p == 0.0:
         return starts
     rows_of(call.layout).check_kinds(q, k, v, starts)
@@ -239,13 +239,14 @@ def _of_parts(
     parts: tuple[Tensor, Tensor, Tensor],
     starts: Extras,
     call: Call,
-    beside: _Beside,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
     with_probs: bool,
     maxima: tuple[Any, Any] = (None, None),
 ) -> Any:
     if with_probs is not False and with_probs is not True:
         with_probs = as_flag("return_attn_probs", with_probs)
-    extras = _with_extras(*parts, starts, call, beside)
+    extras = _with_extras(*parts, starts, call, alibi_slopes, sinks)
     results = attend(*parts, extras, call, with_probs)
     return (*results, _probabilities(*parts, extras, call, maxima)) if with_probs else results
 
@@ -255,14 +256,15 @@ def _of_stacked(
     stacked: Tensor,
     starts: Extras,
     call: Call,
-    beside: _Beside,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
     with_probs: bool,
     maxima: tuple[Any, Any] = (None, None),
 ) -> Any:
     if with_probs is not False and with_probs is not True:
         with_probs = as_flag("return_attn_probs", with_probs)
     parts = parts_of(q, stacked, rows_of(call.layout).stack_axis)
-    extras = _with_extras(*parts, starts, call, beside)
+    extras = _with_extras(*parts, starts, call, alibi_slopes, sinks)
     results = attend_stacked(q, stacked, extras, call, with_probs)
     return (*results, _probabilities(*parts, extras, call, maxima)) if with_probs else results
 

@@ -20,9 +20,10 @@ def _made_library() -> Any:
     try:
         namespace.library = library.Library(_NAME, "DEF")
     except RuntimeError as error:
+        reason, *_ = str(error).splitlines()
         raise UnsupportedError(
             "fa_autotune is imported again after its modules were purged from sys.modules, and this torch can't define "
-            f"its operators anew ({str(error).partition(chr(10))[0]}); restart the process"
+            f"its operators anew ({reason}); restart the process"
         ) from error
     return namespace.library
 

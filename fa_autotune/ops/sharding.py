@@ -48,7 +48,8 @@ def prepared(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Extras:
     if extras is NO_EXTRAS:
         return extras
     of_tensors: Any = sys.modules["torch.distributed.tensor"]
-    mesh, whole = sharded[0].device_mesh, of_tensors.Replicate()
+    first, *_ = sharded
+    mesh, whole = first.device_mesh, of_tensors.Replicate()
     return Extras(
         *(
             one
@@ -185,19 +186,22 @@ def _backward_shardings(
 
 
 def _is_even_forward(specs: list[Any], q: Any, k: Any, v: Any, *arguments: Any) -> bool:
-    return _is_even(specs[0], specs[1], arguments)
+    of_q, of_k, *_ = specs
+    return _is_even(of_q, of_k, arguments)
 
 
 def _is_even_backward(
     specs: list[Any], d_out: Any, d_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, needed: Any, *arguments: Any
 ) -> bool:
-    first = (d_out is not None) + (d_lse is not None)
-    return _is_even(specs[first], specs[first + 1], arguments)
+    given = (d_out is not None) + (d_lse is not None)
+    of_q, of_k, *_ = specs[given:]
+    return _is_even(of_q, of_k, arguments)
 
 
 def _is_even(q: Any, k: Any, arguments: tuple[Any, ...]) -> bool:
     """Whether every device has as many heads, so that each has the kv heads of its query heads."""
-    axis = heads_axis(_given(arguments)[0])
+    layout, _ = _given(arguments)
+    axis = heads_axis(layout)
     for spec in (q, k):
         parts = prod(
             spec.mesh.size(dimension) for dimension, place in enumerate(spec.placements) if place.is_shard(axis)

@@ -122,11 +122,11 @@ def causal_bias_of(attn_mask: Any, seqlen_q: int, seqlen_k: int) -> bool | None:
     """
     if type(attn_mask) in PLAIN or not _is_causal_bias(attn_mask):
         return None
-    size = attn_mask.seq_len_q, attn_mask.seq_len_kv
-    if size != (seqlen_q, seqlen_k):
+    rows, keys = attn_mask.seq_len_q, attn_mask.seq_len_kv
+    if (rows, keys) != (seqlen_q, seqlen_k):
         raise InvalidProblemError(
-            f"attn_mask is a causal bias for {size[0]} queries and {size[1]} keys, and the call has {seqlen_q} and "
+            f"attn_mask is a causal bias for {rows} queries and {keys} keys, and the call has {seqlen_q} and "
             f"{seqlen_k}; make it with torch.nn.attention.bias.causal_lower_right({seqlen_q}, {seqlen_k}), or pass "
             "causal=True"
         )
-    return size[0] == size[1] or bool(attn_mask.variant.name == "UPPER_LEFT")
+    return rows == keys or bool(attn_mask.variant.name == "UPPER_LEFT")

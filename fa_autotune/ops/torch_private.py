@@ -56,7 +56,8 @@ if not hasattr(_profiler, "_is_profiler_enabled"):
 
 def is_profiling() -> bool:
     """Whether the profiler records; False where torch does not tell, and calls have no range of their own in it."""
-    return bool(_profiler._is_profiler_enabled)
+    recording: bool = _profiler._is_profiler_enabled
+    return recording
 
 
 def is_functionalizing() -> bool:
@@ -120,7 +121,10 @@ def register_sharding(
         return False
 
     def spec_of(argument: Any) -> Any:
-        return argument.strategies[0].output_spec if isinstance(argument, schema.OpStrategy) else argument
+        if not isinstance(argument, schema.OpStrategy):
+            return argument
+        first, *_ = argument.strategies  # how the tensor lies now
+        return first.output_spec
 
     def strategy(called: Any) -> Any:
         arguments = [spec_of(argument) for argument in called.args_schema]
