@@ -74,7 +74,6 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setitem(os.environ, "FA_AUTOTUNE_CACHE", str(shared / "cache"))
         # Inductor finds a graph again by what it calls, also where another release's operators take other arguments.
         patch.setitem(os.environ, "TORCHINDUCTOR_CACHE_DIR", str(shared / "inductor"))
-        patch.delitem(os.environ, "COLUMNS", raising=False)  # set in workers of pytest-xdist; tables heed it
         yield
 
 
