@@ -86,7 +86,7 @@ def check_dropout(case: DropoutCase) -> None:
     _within("S_dmask", _normalized(signed, padded.visible), probabilities, plain_probabilities, 2.0)
     for name, found, right, other in zip(("dq", "dk", "dv"), gradients, exact_gradients, plain_gradients, strict=True):
         _within(name, found, right, other, 3.0)
-    seen = padded.visible.expand_as(kept)
+    seen = padded.visible.expand_as(kept) & (signed != 0)  # beside ALiBi many are too small to have a sign
     if (count := int(seen.sum())) > 40_000:
         share = 1 - float(kept[seen].float().mean())
         assert abs(share - DROPOUT_P) <= 0.01, f"{share} of {count} weights were dropped"
