@@ -437,5 +437,5 @@ def _check_served(**arguments: Any) -> None:
             )
 
 
-for _function in (attention, attention_varlen):
+for _function in (attention, attention_varlen, warmup, explain):
     keep_out_of_scripts(_function)

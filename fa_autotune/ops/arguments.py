@@ -3,6 +3,8 @@
 Checks of tensors are made once for each kind of call (`plans`), so they may take their time.
 """
 
+from collections.abc import Mapping, Sequence, Set
+from enum import Enum
 from operator import index
 from typing import Any
 
@@ -65,7 +67,7 @@ def as_flag(name: str, value: Any) -> bool:
         return bool(value)
     refuse_proxy(name, value)
     try:
-        if isinstance(value, Tensor):
+        if isinstance(value, (Tensor, Enum)):  # an enum's member means something else than its number
             raise TypeError
         number = index(value)
     except (TypeError, ValueError, RuntimeError):
@@ -127,8 +129,20 @@ def check_dropout(dropout_p: float) -> None:
         )
 
 
+def _is_bool(value: Any) -> bool:
+    """Whether a value is a yes or no, of Python, numpy or torch, which Python takes for a number."""
+    kind = type(value)
+    return (
+        kind is bool
+        or (isinstance(value, Tensor) and value.dtype is torch.bool)
+        or (kind.__module__ == "numpy" and "bool" in (kind.__name__.rstrip("_"), str(getattr(value, "dtype", ""))))
+    )
+
+
 def _as_float(name: str, value: Any, off: str) -> float:
     refuse_proxy(name, value)
+    if _is_bool(value) and (name != "dropout_p" or value):  # `training and 0.1` is a dropout_p
+        raise InvalidProblemError(f"{name}={value!r} is no number: are the arguments in their order? {off}")
     try:
         if isinstance(value, (str, bytes)):
             raise TypeError
@@ -219,7 +233,7 @@ def as_heads_numbers(name: str, tensor: Any, q: Tensor, batch_size: int, heads: 
         return None
     check_tensor(name, tensor, beside=True)
     sizes = [(heads,), *([(batch_size, heads)] if batched else [])]
-    if tuple(tensor.shape) not in sizes:
+    if not any(_are_equal(tensor.shape, size) for size in sizes):
         rule = f"({heads},){f' or ({batch_size}, {heads})' if batched else ''}"
         raise InvalidProblemError(
             f"{name} has shape {tuple(tensor.shape)}; it is {rule}, a number for each query head"
@@ -235,6 +249,11 @@ def as_heads_numbers(name: str, tensor: Any, q: Tensor, batch_size: int, heads: 
         )
     wide: Tensor = tensor.to(torch.float32).expand(batch_size, heads)
     return wide
+
+
+def _are_equal(shape: Sequence[int], size: Sequence[int]) -> bool:
+    """One by one: some may be a graph's own integers, which are not found in a tuple."""
+    return len(shape) == len(size) and all(one == other for one, other in zip(shape, size, strict=True))
 
 
 def check_softcap(softcap: float) -> None:
@@ -265,8 +284,13 @@ def mask_of(causal: Any, window_size: Any) -> tuple[int, int, int]:
 
 def as_window(value: Any) -> tuple[int, int]:
     """A window's (left, right) as integers, OPEN where they are negative; InvalidProblemError if they are no two."""
+    refuse_proxy("window_size", value)
     try:
+        if isinstance(value, (Set, Mapping, bytes, bytearray)):  # no order, or none that was meant
+            raise TypeError
         left, right = value
+        if _is_bool(left) or _is_bool(right):
+            raise TypeError
         # A graph's own integers pass for int, and index() would make them constants.
         left = left if type(left) is int else index(left)
         right = right if type(right) is int else index(right)

@@ -18,7 +18,7 @@ PLAIN = (Tensor, torch.nn.Parameter)  # torch.nn.Buffer makes Tensors
 
 _UNINITIALIZED = torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer
 _Kind: Any = Tensor  # its class methods lack types
-_SILENT = {_Kind.__torch_function__.__func__, torch.nn.Parameter.__torch_function__}
+_SILENT = (_Kind.__torch_function__.__func__, torch.nn.Parameter.__torch_function__)
 
 
 def check_tensor(name: str, tensor: Any, *, beside: bool = False) -> None:
@@ -89,7 +89,8 @@ def _refuse_scripting() -> NoReturn:
 def _answers_by_function(kind: type[Tensor]) -> bool:
     """Whether a class has a `__torch_function__` of its own: neither Tensor's nor none."""
     function: Any = kind.__torch_function__
-    return getattr(function, "__func__", function) not in _SILENT
+    function = getattr(function, "__func__", function)
+    return all(function is not silent for silent in _SILENT)  # a graph has no hash of them
 
 
 def ask(op: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -122,6 +123,11 @@ def causal_bias_of(attn_mask: Any, seqlen_q: int, seqlen_k: int) -> bool | None:
     """
     if type(attn_mask) in PLAIN or not _is_causal_bias(attn_mask):
         return None
+    if not hasattr(attn_mask, "seq_len_q"):
+        raise InvalidProblemError(
+            f"attn_mask is a {type(attn_mask).__name__} that went through an operation, after which it no longer says "
+            f"what it stands for; make it anew with torch.nn.attention.bias.causal_lower_right({seqlen_q}, {seqlen_k})"
+        )
     rows, keys = attn_mask.seq_len_q, attn_mask.seq_len_kv
     if (rows, keys) != (seqlen_q, seqlen_k):
         raise InvalidProblemError(

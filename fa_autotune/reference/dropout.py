@@ -40,8 +40,10 @@ def dropout_mask(
 
     `torch.manual_seed(n); draw_seed(device)` is the seed of the first call after the same `torch.manual_seed(n)`.
     """
-    if not 0.0 <= dropout_p < 1.0:
-        raise InvalidProblemError(f"dropout_p={dropout_p} is not from 0 to less than 1; 0.0 means none")
+    if not isinstance(seed, Tensor) or seed.numel() != 1 or seed.dtype != torch.int64:
+        raise InvalidProblemError(f"seed={seed!r} is no seed; draw_seed(device) gives one, an int64 tensor (1,)")
+    if not isinstance(dropout_p, (int, float)) or not 0.0 <= dropout_p < 1.0:
+        raise InvalidProblemError(f"dropout_p={dropout_p!r} is not from 0 to less than 1; 0.0 means none")
     heads = head_numbers(batch_size, num_q_heads, seed.device)
     return kept_of(seed, heads, range(seqlen_q), range(seqlen_k), dropout_p)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.nn.attention.bias import CausalVariant
 
 from fa_autotune import (
     attention,
@@ -169,6 +170,45 @@ def test_a_scale_in_the_place_of_a_flag_is_refused() -> None:
     x = torch.ones(1, 2, 8, 16)
     with pytest.raises(InvalidProblemError, match=r"is_causal is 0\.25; it is True or False"):
         scaled_dot_product_attention(x, x, x, None, 0.0, 0.25, False)  # type: ignore[arg-type]
+
+
+X = torch.ones(1, 8, 2, 16)
+BOOLS_AS_NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "softmax_scale": lambda value: attention(X, X, X, softmax_scale=value),
+    "softmax_scale, by place": lambda value: flash_attn_func(X, X, X, 0.0, value),
+    "softmax_scale, packed": lambda value: flash_attn_varlen_func(*PACKED, 9, 9, 0.0, value),
+    "softmax_scale, after is_causal": lambda value: scaled_dot_product_attention(X, X, X, None, 0.0, True, value),
+    "softcap": lambda value: attention(X, X, X, softcap=value),
+    "window_size": lambda value: attention(X, X, X, window_size=(3, value)),
+    "window_size, left": lambda value: attention(X, X, X, window_size=[value, 0]),
+}
+
+
+@pytest.mark.parametrize("name", BOOLS_AS_NUMBERS)
+@pytest.mark.parametrize("value", [True, False, np.True_, np.array(False), torch.tensor(True)], ids=repr)
+def test_a_bool_in_the_place_of_a_number_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(InvalidProblemError, match=rf"^{name.split(',')[0]}="):
+        BOOLS_AS_NUMBERS[name](value)
+
+
+def test_false_is_no_dropout_and_true_is_refused(reference_only: None) -> None:
+    """As in `dropout_p=self.training and 0.1`."""
+    assert torch.equal(attention(X, X, X, dropout_p=False), attention(X, X, X))
+    with pytest.raises(InvalidProblemError, match="dropout_p=True"):
+        attention(X, X, X, dropout_p=True)
+
+
+def test_a_member_of_an_enum_is_no_flag() -> None:
+    """torch's own stands for another alignment, and equals 1."""
+    variant = CausalVariant.UPPER_LEFT
+    with pytest.raises(InvalidProblemError, match=r"causal is .*; it is True or False"):
+        attention(X, X, X, causal=variant)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [{1, 2}, {1: 0, 2: 0}, b"\x01\x02", frozenset((1, 2))], ids=repr)
+def test_a_window_has_an_order(value: Any) -> None:
+    with pytest.raises(InvalidProblemError, match=r"is not \(left, right\)"):
+        attention(X, X, X, window_size=value)
 
 
 # --- what is no tensor, no name, no problem ---------------------------------------------------------------------------

@@ -97,6 +97,16 @@ def test_a_causal_bias_of_other_lengths_is_refused(attend: Any) -> None:
         attend(x, x, x, attn_mask=causal_lower_right(8, 9))
 
 
+@pytest.mark.parametrize(
+    "operation", [torch.clone, torch.detach, lambda bias: bias[None], lambda bias: bias.to(torch.bfloat16)]
+)
+def test_a_causal_bias_that_lost_its_meaning_is_refused(operation: Any) -> None:
+    bias = operation(causal_upper_left(6, 9))
+    q, k = torch.ones(1, 6, 2, 16), torch.ones(1, 9, 2, 16)
+    with pytest.raises(InvalidProblemError, match=r"went through an operation.*causal_lower_right\(6, 9\)"):
+        attention(q, k, k, attn_mask=bias)
+
+
 def test_a_causal_bias_beside_is_causal_is_refused_as_every_mask() -> None:
     x = X.transpose(1, 2)
     with pytest.raises(InvalidProblemError, match="attn_mask and is_causal=True are given"):

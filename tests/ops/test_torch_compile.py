@@ -198,6 +198,24 @@ def test_a_flag_that_follows_from_lengths_is_a_flag(reference_only: None) -> Non
 
 
 @runs_kernels
+@pytest.mark.parametrize("kind", [torch.nn.Buffer, torch.nn.Parameter, torch.clone], ids=lambda kind: kind.__name__)
+def test_a_models_own_sinks_are_in_its_graph(kind: Any, reference_only: None) -> None:
+    """Also where their length is known and the heads are the graph's own number."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sinks = kind(torch.ones(4))
+
+        def forward(self, q: Tensor) -> Tensor:
+            return attention(q, q, q, sinks=self.sinks)
+
+    torch.compiler.reset()
+    model, q = Model(), make()[0]
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
+    assert torch.equal(compiled(q), model(q))
+
+
 def test_a_model_around_the_call_compiles_with_it() -> None:
     def function(x: Tensor, weight: Tensor) -> Tensor:
         q, k, v = (x @ weight).unflatten(-1, (4, 3 * 16)).split(16, dim=-1)

@@ -1,5 +1,7 @@
 """Which probabilities dropout keeps: by a seed alone, whatever part of a call is looked at."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -75,3 +77,15 @@ def test_seeds_are_torchs_own_and_one_follows_another() -> None:
         drawn += [draw_seed(CPU), draw_seed(CPU)]
     assert [tuple(seed.shape) for seed in drawn] == [(1,)] * 4
     assert drawn[0] == drawn[2] != drawn[1] == drawn[3]
+
+
+@pytest.mark.parametrize("seed", [None, 3, [3], torch.tensor(3.0), torch.tensor([3, 4])], ids=repr)
+def test_what_is_no_seed_is_named(seed: Any) -> None:
+    with pytest.raises(InvalidProblemError, match="is no seed; draw_seed"):
+        dropout_mask(seed, 1, 1, 2, 2, dropout_p=0.5)
+
+
+@pytest.mark.parametrize("dropout_p", [None, "1", 1.0, -0.1], ids=repr)
+def test_what_is_no_share_is_named(dropout_p: Any) -> None:
+    with pytest.raises(InvalidProblemError, match="is not from 0 to less than 1"):
+        dropout_mask(torch.tensor([3]), 1, 1, 2, 2, dropout_p=dropout_p)
