@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fa_autotune import attention, flash_attn_qkvpacked_func, scaled_dot_product_attention
-from kit.attention_calls import (
-    DEVICE,
-    runs_kernels,
-)
+from kit.attention_calls import DEVICE, runs_kernels
+from kit.combinations import rest
 
 VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS, STEPS = 17, 24, 32, 2, 2, 6
 
@@ -94,8 +92,11 @@ def expected() -> list[float]:
 
 
 @runs_kernels
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("compiled", "checkpointed"),
+    [(False, False), (True, True), *rest([(False, True), (True, False)])],
+    ids=["eager-kept", "compiled-checkpointed", "eager-checkpointed", "compiled-kept"],
+)
 def test_a_gpt_trains_to_the_losses_that_it_has_with_pytorch(compiled: bool, checkpointed: bool) -> None:
     found = losses(with_attention, checkpointed=checkpointed, compiled=compiled)
     assert found == pytest.approx(expected(), rel=1e-4)
