@@ -23,7 +23,9 @@ from fa_autotune.ops.call import (
     Extras,
 )
 from fa_autotune.ops.seeds import seed_for
+from fa_autotune.ops.tangents import check_tangents
 from fa_autotune.ops.tensor_kinds import check_tensor, refuse_proxy
+from fa_autotune.ops.torch_private import has_forward_mode
 from fa_autotune.problem.family import MAX_HEAD_DIM, MIN_HEAD_DIM
 from fa_autotune.reference.attention import TORCH_DTYPES
 
@@ -143,6 +145,8 @@ def _as_float(name: str, value: Any, off: str) -> float:
     refuse_proxy(name, value)
     if _is_bool(value) and (name != "dropout_p" or value):  # `training and 0.1` is a dropout_p
         raise InvalidProblemError(f"{name}={value!r} is no number: are the arguments in their order? {off}")
+    if isinstance(value, Tensor) and has_forward_mode():
+        check_tangents(value)
     try:
         if isinstance(value, (str, bytes)):
             raise TypeError
