@@ -21,6 +21,7 @@ from kit.packed_calls import cu_seqlens
 
 DROPOUT_P = 0.17
 HEADS, BATCH_SIZE = 6, 4
+MAX_SCORES = 2**23  # of a batch, which is made smaller than flash-attn's: plain torch holds them several times
 FIXED, PACKED = ("func", "kvpacked", "qkvpacked"), ("varlen", "varlen_kvpacked", "varlen_qkvpacked")
 FORMS = (*FIXED, *PACKED)
 
@@ -106,13 +107,14 @@ def _inputs(case: DropoutCase) -> tuple[_Padded, Tensor | None, tuple[int, int]]
     generator = torch.Generator(device=DEVICE).manual_seed(case.seqlen_q + 5000 * case.seqlen_k)
     seqlen_q, stacked = case.seqlen_q, case.form.endswith("qkvpacked")
     seqlen_k, kv_heads = (seqlen_q, HEADS) if stacked else (case.seqlen_k, case.kv_heads)
+    batch_size = max(1, min(BATCH_SIZE, MAX_SCORES // (HEADS * seqlen_q * seqlen_k)))
 
     def randn(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, device=DEVICE).to(case.dtype)
 
     def used(seqlen: int) -> Tensor:
         least = max(1, seqlen - 20) if case.form in PACKED else seqlen
-        lengths = torch.randint(least, seqlen + 1, (BATCH_SIZE, 1), generator=generator, device=DEVICE)
+        lengths = torch.randint(least, seqlen + 1, (batch_size, 1), generator=generator, device=DEVICE)
         return torch.arange(seqlen, device=DEVICE)[None, :] < lengths
 
     rows = used(seqlen_q)
@@ -132,10 +134,10 @@ def _inputs(case: DropoutCase) -> tuple[_Padded, Tensor | None, tuple[int, int]]
         visible = visible & (distance >= -window[0])
     slopes, bias = None, 0.0
     if case.alibi:
-        slopes = 0.3 * torch.rand(BATCH_SIZE, HEADS, generator=generator, device=DEVICE)
+        slopes = 0.3 * torch.rand(batch_size, HEADS, generator=generator, device=DEVICE)
         bias = -slopes[:, :, None, None] * distance.abs()[:, None]
-    q, d_out = (randn(BATCH_SIZE, seqlen_q, HEADS, case.head_dim) * rows[:, :, None, None] for _ in range(2))
-    k, v = (randn(BATCH_SIZE, seqlen_k, kv_heads, case.head_dim) * keys[:, :, None, None] for _ in range(2))
+    q, d_out = (randn(batch_size, seqlen_q, HEADS, case.head_dim) * rows[:, :, None, None] for _ in range(2))
+    k, v = (randn(batch_size, seqlen_k, kv_heads, case.head_dim) * keys[:, :, None, None] for _ in range(2))
     return (
         _Padded(tensors=(q, k, v), d_out=d_out, visible=visible[:, None], rows=rows, keys=keys, bias=bias),
         slopes,
