@@ -21,7 +21,9 @@ from fa_autotune.ops.call import (
     Extras,
 )
 from fa_autotune.ops.seeds import seed_for
+from fa_autotune.ops.tangents import check_tangents
 from fa_autotune.ops.tensor_kinds import check_tensor, refuse_proxy
+from fa_autotune.ops.torch_private import has_forward_mode
 from fa_autotune.problem.family import MAX_HEAD_DIM, MIN_HEAD_DIM
 from fa_autotune.reference.attention import TORCH_DTYPES
 
@@ -129,6 +131,8 @@ def check_dropout(dropout_p: float) -> None:
 
 def _as_float(name: str, value: Any, off: str) -> float:
     refuse_proxy(name, value)
+    if isinstance(value, Tensor) and has_forward_mode():
+        check_tangents(value)
     try:
         if isinstance(value, (str, bytes)):
             raise TypeError

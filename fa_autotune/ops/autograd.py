@@ -15,15 +15,14 @@ from fa_autotune.ops.call import NO_EXTRAS, PACKED, Call, Extras, Gradients, Int
 from fa_autotune.ops.library import (
     TransformableAttention,
     attention_op,
-    check_tangents,
     extras_of,
     gradients_op,
     needed_of,
-    refuse_forward_mode,
 )
 from fa_autotune.ops.plans import Plan, plan_of
 from fa_autotune.ops.rows.kinds import rows_of
 from fa_autotune.ops.sharding import prepared, registered
+from fa_autotune.ops.tangents import check_tangents, refuse_forward_mode
 from fa_autotune.ops.tensor_kinds import PLAIN, ask, check_tensor
 from fa_autotune.ops.torch_private import (
     apply_of,
@@ -186,6 +185,8 @@ def _gradients_of(
     plan: Plan, saved: Saved, d_out: Tensor | None, d_lse: Tensor | None, needed: Needed, into: Into | None = None
 ) -> Gradients | None:
     """What an eager backward gives; None where its operator must be seen, or is to refuse a second derivative."""
+    if has_forward_mode():
+        check_tangents(d_out, d_lse, *saved, *saved.extras)
     if torch.is_grad_enabled() or is_seen_by_others() or not (_is_plain(d_out) and _is_plain(d_lse)):
         if not _is_compiling():
             _check_gradients(d_out, d_lse)

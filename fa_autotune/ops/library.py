@@ -5,7 +5,7 @@ past them. Registered when this module is imported.
 """
 
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +17,11 @@ from fa_autotune.ops.operators import LIBRARY
 from fa_autotune.ops.plans import plan_of
 from fa_autotune.ops.rows.kinds import rows_of
 from fa_autotune.ops.sharding import is_sharded
+from fa_autotune.ops.tangents import check_tangents, refuse_forward_mode
 from fa_autotune.ops.tensor_kinds import ask
 from fa_autotune.ops.torch_private import (
     autograd_info,
     has_forward_mode,
-    has_tangent,
     is_transforming,
     make_autograd_impl,
 )
@@ -235,7 +235,7 @@ def _register_forward_autograd() -> None:
 
     def forward(keys: Any, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
         if has_forward_mode():
-            check_tangents(q, k, v, *(tensor for tensor in arguments if isinstance(tensor, Tensor)))
+            check_tangents(q, k, v, *arguments)
         if is_transforming() and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
             raise UnsupportedError(
                 "attention has no gradient where torch.func.functionalize meets torch.func.grad (vjp, jacrev): leave "
@@ -246,11 +246,25 @@ def _register_forward_autograd() -> None:
     LIBRARY.impl("forward", forward, "Autograd", with_keyset=True)
 
 
+def _register_backward_autograd() -> None:
+    """As `_register_forward_autograd`; a second derivative is refused."""
+    info = autograd_info(_refuse_to_differentiate_twice, None)
+    refusing = make_autograd_impl(torch.ops.fa_autotune.backward.default, info)
+
+    def backward(keys: Any, *arguments: Any) -> Any:
+        if has_forward_mode():
+            check_tangents(*arguments)
+        return refusing(keys, *arguments)
+
+    LIBRARY.impl("backward", backward, "Autograd", with_keyset=True)
+
+
 if make_autograd_impl is not None and autograd_info is not None:
     _register_forward_autograd()
+    _register_backward_autograd()
 else:
     _library.register_autograd("fa_autotune::forward", _differentiate, setup_context=_save, lib=LIBRARY)
-_library.register_autograd("fa_autotune::backward", _refuse_to_differentiate_twice, lib=LIBRARY)
+    _library.register_autograd("fa_autotune::backward", _refuse_to_differentiate_twice, lib=LIBRARY)
 
 
 # --- one more batch axis, for vmap -----------------------------------------------------------------------------------
@@ -362,17 +376,3 @@ class _TransformableGradients(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
         return fold_batch(_TransformableGradients.apply, info.batch_size, in_dims, arguments)
-
-
-def check_tangents(*tensors: Tensor) -> None:
-    """UnsupportedError if a tensor has a tangent."""
-    if any(map(has_tangent, tensors)):
-        refuse_forward_mode()
-
-
-def refuse_forward_mode() -> NoReturn:
-    """A tangent would be lost in silence: kernels know nothing of it."""
-    raise UnsupportedError(
-        "attention has no forward-mode derivative (jvp, dual tensors); use reverse mode, or "
-        "torch.nn.functional.scaled_dot_product_attention under sdpa_kernel(SDPBackend.MATH)"
-    )
