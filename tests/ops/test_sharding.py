@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from fa_autotune import attention
+from fa_autotune import attention, attention_varlen
 from fa_autotune.errors import UnsupportedError
 from fa_autotune.ops import sharding, torch_private
 
@@ -107,6 +108,15 @@ def test_a_graph_takes_plain_tensors_beside_sharded_ones(mesh: Any) -> None:
     found, expected = graph(q, k, v, sinks), attention(q, k, v, sinks=sinks)
     torch.compiler.reset()
     torch.testing.assert_close(found.to_local(), expected.to_local())
+
+
+def test_flops_of_packed_sequences_are_counted_by_the_lengths_that_are_whole_on_each_device(mesh: Any) -> None:
+    x = shards_of(torch.ones(8, 2, 16), mesh, tensors.Shard(1)).detach()
+    starts = torch.tensor([0, 3, 8], dtype=torch.int32)
+    whole = tensors.DTensor.from_local(starts, mesh, [tensors.Replicate()], run_check=False)
+    with FlopCounterMode(display=False) as counter:
+        attention_varlen(x, x, x, whole, whole)
+    assert counter.get_total_flops() == 2 * x.shape[1] * (3 * 3 + 5 * 5) * (16 + 16)
 
 
 @pytest.mark.rest
