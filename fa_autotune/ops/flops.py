@@ -12,6 +12,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from fa_autotune.ops.call import PACKED, Call, Extras
 from fa_autotune.ops.rows.kinds import rows_of
+from fa_autotune.ops.sharding import is_sharded
 from fa_autotune.ops.tensor_kinds import PLAIN
 
 _NUM_CALL = len(Call._fields)
@@ -53,6 +54,8 @@ def _num_scores(q: Tensor, k: Tensor, layout: int, others: tuple[Any, ...], name
 
 def _lengths(cu_seqlens: Any, total: int) -> Iterator[float]:
     """Each sequence's; where none can be read, equal ones that make up the total."""
+    if is_sharded(cu_seqlens) and all(place.is_replicate() for place in cu_seqlens.placements):
+        cu_seqlens = cu_seqlens.to_local()
     if type(cu_seqlens) in PLAIN and cu_seqlens.device.type != "meta":
         yield from cu_seqlens.diff().tolist()
         return

@@ -16,7 +16,7 @@ from fa_autotune.ops.flops import register_flops
 from fa_autotune.ops.operators import LIBRARY
 from fa_autotune.ops.plans import plan_of
 from fa_autotune.ops.rows.kinds import rows_of
-from fa_autotune.ops.sharding import is_sharded
+from fa_autotune.ops.sharding import check_gradients, is_sharded, prepared
 from fa_autotune.ops.tangents import check_tangents, refuse_forward_mode
 from fa_autotune.ops.tensor_kinds import ask
 from fa_autotune.ops.torch_private import (
@@ -241,7 +241,11 @@ def _register_forward_autograd() -> None:
                 "attention has no gradient where torch.func.functionalize meets torch.func.grad (vjp, jacrev): leave "
                 "functionalize out, since attention changes none of its tensors, or trace with torch.compile"
             )
-        return differentiated(keys, q, k, v, *(arguments if is_sharded(q) else opened(arguments)))
+        call, extras = _said(arguments)
+        as_sharded = prepared(q, k, v, extras)
+        if is_sharded(q):
+            return differentiated(keys, q, k, v, *call, *as_sharded, *arguments[_NUM_ARGUMENTS:])
+        return differentiated(keys, q, k, v, *opened(arguments))
 
     LIBRARY.impl("forward", forward, "Autograd", with_keyset=True)
 
@@ -254,6 +258,8 @@ def _register_backward_autograd() -> None:
     def backward(keys: Any, *arguments: Any) -> Any:
         if has_forward_mode():
             check_tangents(*arguments)
+        d_out, d_lse, q, *_ = arguments
+        check_gradients(q, d_out, d_lse)
         return refusing(keys, *arguments)
 
     LIBRARY.impl("backward", backward, "Autograd", with_keyset=True)

@@ -29,10 +29,16 @@ def is_sharded(tensor: Any) -> bool:
 def prepared(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Extras:
     """A call's extras as its operator takes them beside DTensors: one that is none is the same on every device.
 
-    UnsupportedError where some of q, k and v are DTensors and some are not, and for dropout.
+    UnsupportedError where some are DTensors and q, k or v is not, and for dropout.
     """
     sharded: list[Any] = [tensor for tensor in (q, k, v) if is_sharded(tensor)]
     if not sharded:
+        names = [name for name, tensor in extras._asdict().items() if is_sharded(tensor)]
+        if names:
+            raise UnsupportedError(
+                f"q, k and v are no DTensors and {' and '.join(names)} beside them is one; pass its full_tensor(), or "
+                "make q, k and v DTensors of its mesh"
+            )
         return extras
     if len(sharded) < 3:
         raise UnsupportedError(
@@ -40,10 +46,7 @@ def prepared(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Extras:
             "attention of their to_local()"
         )
     if extras.dropout_seed is not None:
-        raise UnsupportedError(
-            "attention of DTensors is not served with dropout_p: all shards would drop alike what a batch drops "
-            "apart; pass dropout_p=0.0, or call attention of their to_local()"
-        )
+        refuse_dropout(q)
     registered()
     if extras is NO_EXTRAS:
         return extras
@@ -58,6 +61,26 @@ def prepared(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Extras:
             for one in extras
         )
     )
+
+
+def refuse_dropout(tensor: Tensor) -> None:
+    """UnsupportedError for a DTensor."""
+    if is_sharded(tensor):
+        raise UnsupportedError(
+            "attention of DTensors is not served with dropout_p: all shards would drop alike what a batch drops "
+            "apart; pass dropout_p=0.0, or call attention of their to_local()"
+        )
+
+
+def check_gradients(q: Tensor, d_out: Tensor | None, d_lse: Tensor | None) -> None:
+    """UnsupportedError where a gradient is a DTensor and q is not, or the other way round."""
+    for name, gradient in (("out", d_out), ("lse", d_lse)):
+        if gradient is not None and is_sharded(gradient) != is_sharded(q):
+            if is_sharded(q):
+                what, way = f"{name} is a DTensor and its gradient is not", "make it one, by distribute_tensor"
+            else:
+                what, way = f"the gradient of {name} is a DTensor and {name} is not", "pass its full_tensor()"
+            raise UnsupportedError(f"{what}; {way}")
 
 
 @cache

@@ -48,6 +48,7 @@ is_batched: Callable[[Tensor], bool] = found("_C._functorch.is_legacy_batchedten
 unwrap_dead_wrappers: Callable[[tuple[Any, ...]], tuple[Any, ...]] = found(
     "_functorch.utils.unwrap_dead_wrappers", lambda values: values
 )
+is_fake: Callable[[Any], bool] = found("_subclasses.fake_tensor.is_fake", lambda tensor: False)
 
 _profiler: Any = torch.autograd.profiler
 if not hasattr(_profiler, "_is_profiler_enabled"):

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from fa_autotune import attention
+from fa_autotune import attention, attention_varlen
 from fa_autotune.errors import UnsupportedError
 from fa_autotune.ops import sharding, torch_private
 
@@ -76,6 +77,55 @@ def test_dropout_and_a_mixture_are_refused(mesh: Any) -> None:
         attention(q, k, v, dropout_p=0.5)
     with pytest.raises(UnsupportedError, match="some of q, k and v are DTensors and some are not"):
         attention(q.to_local(), k, v)
+
+
+@pytest.mark.parametrize("name", ["sinks", "attn_mask", "alibi_slopes"])
+def test_a_dtensor_beside_plain_tensors_is_named(name: str, mesh: Any) -> None:
+    q, k, v = sharded_calls.qkv()
+    sizes = {"attn_mask": (q.shape[1], k.shape[1])}
+    extra = shards_of(torch.ones(sizes.get(name, (q.shape[2],))), mesh, tensors.Replicate()).detach()
+    with pytest.raises(UnsupportedError, match=rf"no DTensors and {name} beside .*full_tensor\(\)"):
+        attention(q, k, v, **{name: extra})
+
+
+def test_a_gradient_of_another_kind_than_its_result_is_named(mesh: Any) -> None:
+    q, k, v = (shards_of(x, mesh, tensors.Shard(0)) for x in sharded_calls.qkv())
+    out, lse = attention(q, k, v, return_lse=True)
+    for name, result in (("out", out), ("lse", lse)):
+        with pytest.raises(UnsupportedError, match=f"{name} is a DTensor and its gradient is not; make it one"):
+            torch.autograd.grad(result, q, torch.ones(result.shape), retain_graph=True)
+    plain = q.to_local().detach().requires_grad_()
+    d_out = shards_of(torch.ones(plain.shape), mesh, tensors.Replicate()).detach()
+    with pytest.raises(UnsupportedError, match=r"the gradient of out is a DTensor and out is not; .*full_tensor\(\)"):
+        torch.autograd.grad(attention(plain, plain, plain), plain, d_out)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch itself
+def test_a_graph_takes_plain_tensors_beside_sharded_ones(mesh: Any) -> None:
+    q, k, v = (shards_of(x, mesh, tensors.Shard(0)) for x in sharded_calls.qkv())
+    sinks = torch.ones(q.shape[2], requires_grad=True)
+    graph = torch.compile(lambda *x: attention(*x[:3], sinks=x[3]), fullgraph=True, backend="aot_eager")
+    found, expected = graph(q, k, v, sinks), attention(q, k, v, sinks=sinks)
+    torch.compiler.reset()
+    torch.testing.assert_close(found.to_local(), expected.to_local())
+
+
+def test_flops_of_packed_sequences_are_counted_by_the_lengths_that_are_whole_on_each_device(mesh: Any) -> None:
+    x = shards_of(torch.ones(8, 2, 16), mesh, tensors.Shard(1)).detach()
+    starts = torch.tensor([0, 3, 8], dtype=torch.int32)
+    whole = tensors.DTensor.from_local(starts, mesh, [tensors.Replicate()], run_check=False)
+    with FlopCounterMode(display=False) as counter:
+        attention_varlen(x, x, x, whole, whole)
+    assert counter.get_total_flops() == 2 * x.shape[1] * (3 * 3 + 5 * 5) * (16 + 16)
+
+
+@pytest.mark.rest
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch itself
+def test_a_graph_refuses_dropout_of_sharded_tensors_too(mesh: Any) -> None:
+    q, k, v = (shards_of(x, mesh, tensors.Shard(0)) for x in sharded_calls.qkv())
+    with pytest.raises(UnsupportedError, match="attention of DTensors is not served with dropout_p"):
+        torch.compile(lambda *x: attention(*x, dropout_p=0.5), backend="aot_eager")(q, k, v)
+    torch.compiler.reset()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch itself

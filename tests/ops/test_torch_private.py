@@ -25,6 +25,7 @@ PRIVATE = {
     "is_in_dispatch_mode": "utils._python_dispatch.is_in_torch_dispatch_mode",
     "is_batched": "_C._functorch.is_legacy_batchedtensor",
     "unwrap_dead_wrappers": "_functorch.utils.unwrap_dead_wrappers",
+    "is_fake": "_subclasses.fake_tensor.is_fake",
     "make_autograd_impl": "_library.autograd.make_autograd_impl",
     "autograd_info": "_library.autograd.Info",
 }
@@ -98,6 +99,7 @@ FALLBACKS: dict[str, Callable[[Any], bool]] = {
     "is_in_dispatch_mode": lambda fallback: fallback() is False,
     "is_batched": lambda fallback: fallback(torch.ones(1)) is False,
     "unwrap_dead_wrappers": lambda fallback: fallback((1, None)) == (1, None),
+    "is_fake": lambda fallback: fallback(torch.ones(1)) is False,
     "make_autograd_impl": lambda fallback: fallback is None,
     "autograd_info": lambda fallback: fallback is None,
 }

@@ -3,11 +3,13 @@
 Kernels run on the GPU where there is one, and in Triton's interpreter elsewhere.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from fa_autotune import (
@@ -147,10 +149,13 @@ def test_the_signed_probabilities_are_those_of_every_packed_form(reference_only:
     assert torch.equal(of_qkv, expected)
 
 
-def test_the_signed_probabilities_of_tensors_without_memory_are_refused() -> None:
-    x, starts = torch.empty(9, 2, 16, device="meta"), torch.empty(2, dtype=torch.int32, device="meta")
-    with pytest.raises(UnsupportedError, match="S_dmask of packed sequences has the lengths that cu_seqlens holds"):
-        flash_attn_varlen_func(x, x, x, starts, starts, 9, 9, dropout_p=0.5, return_attn_probs=True)
+@pytest.mark.parametrize(("mode", "device"), [(nullcontext, "meta"), (FakeTensorMode, "cpu")], ids=["meta", "fake"])
+def test_the_signed_probabilities_of_tensors_without_memory_are_refused(mode: Any, device: str) -> None:
+    refused = pytest.raises(UnsupportedError, match="S_dmask of packed sequences has the lengths that cu_seqlens holds")
+    with mode():
+        x, starts = torch.empty(9, 2, 16, device=device), torch.empty(2, dtype=torch.int32, device=device)
+        with refused:
+            flash_attn_varlen_func(x, x, x, starts, starts, 9, 9, dropout_p=0.5, return_attn_probs=True)
 
 
 @runs_kernels

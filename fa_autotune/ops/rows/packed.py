@@ -16,6 +16,7 @@ from fa_autotune.ops.call import BOTTOM_RIGHT, OPEN, TOP_LEFT, Call, Extras, Gra
 from fa_autotune.ops.memory import Geometry, contiguous
 from fa_autotune.ops.rows.rows import Bounds, Results, Workspaces
 from fa_autotune.ops.tensor_kinds import check_tensor
+from fa_autotune.ops.torch_private import is_fake
 from fa_autotune.problem.family import AttentionFamily
 from fa_autotune.problem.problem import AttentionShape, packed_shape
 from fa_autotune.reference.dropout import head_numbers
@@ -247,7 +248,7 @@ class PackedRows:
 
     def probabilities(self, q: Tensor, k: Tensor, extras: Extras, call: Call, maxima: tuple[Any, Any]) -> Tensor:
         """Of as many rows and keys as `maxima` say, or as the longest sequences have: it waits for the device."""
-        if torch.compiler.is_compiling() or q.device.type == "meta":
+        if torch.compiler.is_compiling() or q.device.type == "meta" or is_fake(q):
             raise UnsupportedError(
                 "S_dmask of packed sequences has the lengths that cu_seqlens holds, which a graph, or a tensor without "
                 "memory, can't tell; leave return_attn_probs out there"
