@@ -15,15 +15,9 @@ from typing import Any
 
 from fa_autotune.errors import CompileError, MachineError
 from fa_autotune.files import holds, write_whole
-from fa_autotune.kernels.gluon_names import give_names
 from fa_autotune.kernels.render import KernelSource
 from fa_autotune.kernels.triton_private import compile_kernel
 from fa_autotune.paths import cache_dir, own_cache_folder
-
-# Options that a module leaves open; a Triton that does not know one passes over it.
-_UNSAID = {"enable_fp_fusion": True}  # as Triton 3.6 to 3.9 do; 3.9 warns that the next one will not
-_OF_FUSED = {"sched4reg": True}  # in the order of instructions that Triton 3.9 takes else, most spill in their loops
-_FUSED_KERNEL = "attention_bwd_fused"
 
 _import_lock = threading.Lock()
 _loaded: "dict[ModuleFile, ModuleType]" = {}
@@ -81,7 +75,6 @@ def load_module(file: ModuleFile) -> ModuleType:
             raise CompileError(
                 f"generated module {file.path} does not import: {type(error).__name__}: {error}"
             ) from error
-        give_names(module)
         _loaded[file] = module
         return module
 
@@ -103,7 +96,6 @@ def compile_module(module: ModuleType, arch: str) -> Any:
     in another process finds the result in the cache. Raises what Triton raises.
     """
     keep_source(module)
-    options = {**_UNSAID, **(_OF_FUSED if module.KERNEL.__name__ == _FUSED_KERNEL else {}), **module.OPTIONS}
     return compile_kernel(
-        module.KERNEL, signature=module.SIGNATURE, alignment=module.ALIGNMENT, options=options, arch=arch
+        module.KERNEL, signature=module.SIGNATURE, alignment=module.ALIGNMENT, options=module.OPTIONS, arch=arch
     )

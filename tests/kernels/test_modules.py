@@ -220,26 +220,10 @@ def test_candidates_lie_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> 
     assert candidates_dir() == Path("/a/cache/kernels")
 
 
-class TestCompileModule:
-    """Options that a module leaves open are those of Triton 3.6, and what a newer one needs for the same code."""
-
-    @pytest.fixture
-    def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
-        found: list[dict[str, object]] = []
-        monkeypatch.setattr(modules, "compile_kernel", lambda kernel, *, options, **others: found.append(options))
-        return found
-
-    @pytest.mark.parametrize(("name", "orders"), [("attention_fwd", {}), ("attention_bwd_fused", {"sched4reg": True})])
-    def test_says_what_a_module_leaves_open(
-        self, name: str, orders: dict[str, bool], asked: list[dict[str, object]]
-    ) -> None:
-        kernel = SimpleNamespace(__name__=name)
-        module: Any = SimpleNamespace(KERNEL=kernel, SIGNATURE={}, ALIGNMENT={}, OPTIONS={"num_warps": 4})
-        modules.compile_module(module, "sm_90")
-        assert asked == [{"enable_fp_fusion": True, "num_warps": 4, **orders}]
-
-    def test_a_module_has_the_last_word(self, asked: list[dict[str, object]]) -> None:
-        options = {"enable_fp_fusion": False, "sched4reg": False}
-        kernel = SimpleNamespace(__name__="attention_bwd_fused")
-        modules.compile_module(SimpleNamespace(KERNEL=kernel, SIGNATURE={}, ALIGNMENT={}, OPTIONS=options), "sm_90")  # type: ignore[arg-type]
-        assert asked == [options]
+def test_a_module_says_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is added to them: who runs the file by itself gets the same kernel."""
+    asked: list[dict[str, object]] = []
+    monkeypatch.setattr(modules, "compile_kernel", lambda kernel, *, options, **others: asked.append(options))
+    module: Any = SimpleNamespace(KERNEL=None, SIGNATURE={}, ALIGNMENT={}, OPTIONS={"num_warps": 4})
+    modules.compile_module(module, "sm_90")
+    assert asked == [{"num_warps": 4}]

@@ -392,14 +392,17 @@ def _names(module: ModuleType, machine: Machine) -> dict[str, Any]:
         DTYPE={"bf16": torch.bfloat16, "fp16": torch.float16}[str(names["DTYPE"])],
         gl=_language(),
         mbarrier=_mbarrier(machine),
-        tma=_tma(machine),
+        tma=SimpleNamespace(store_wait=_wait_for_copies),
+        load_tile=partial(_load, machine),
+        store_tile=partial(_store, adds=False),
+        add_tile=partial(_store, adds=True),
+        copy_elements=_copy_elements,
         async_copy=_async_copy(machine),
         fence_async_shared=lambda: None,
         partition_barrier=lambda: None,
         warpgroup_mma=_product,
         warpgroup_mma_init=lambda accumulator: accumulator,
         warpgroup_mma_wait=partial(_wait_for_products, machine),
-        async_add_shared_to_global=lambda desc, start, source: _store(desc, start, source, adds=True),
     )
     for name, value in vars(module).items():
         if hasattr(value, "fn") and hasattr(value.fn, "__code__"):
@@ -574,44 +577,39 @@ def _mbarrier(machine: Machine) -> SimpleNamespace:
     return SimpleNamespace(init=init, wait=wait, arrive=arrive, expect=expect, MBarrierLayout=lambda: None)
 
 
-def _tma(machine: Machine) -> SimpleNamespace:
-    def load(desc: Any, start: Sequence[int], barrier: Barrier, target: Memory, pred: bool = True) -> None:
-        if not pred:
-            return
-        target.values.fill_(NAN)  # until it arrives, what is there may be anything
+def _load(
+    machine: Machine, desc: Any, start: Sequence[int], barrier: Barrier, target: Memory, pred: bool = True
+) -> None:
+    if not pred:
+        return
+    target.values.fill_(NAN)  # until it arrives, what is there may be anything
 
-        def arrive() -> None:
-            values, covered = _window(desc, start)
-            target.values.zero_()
-            target.values[covered] = values
-            barrier.bytes -= target.values.numel() * target.values.element_size()
-            assert barrier.bytes >= 0, "more bytes than were announced"
-            barrier.settle()
+    def arrive() -> None:
+        values, covered = _window(desc, start)
+        target.values.zero_()
+        target.values[covered] = values
+        barrier.bytes -= target.values.numel() * target.values.element_size()
+        assert barrier.bytes >= 0, "more bytes than were announced"
+        barrier.settle()
 
-        machine.arrivals.append(arrive)
+    machine.arrivals.append(arrive)
 
-    return SimpleNamespace(
-        async_copy_global_to_shared=load,
-        async_copy_shared_to_global=lambda desc, start, source: _store(desc, start, source, adds=False),
-        store_wait=_wait_for_copies,
-    )
+
+def _copy_elements(target: Memory, source: Pointer, mask: Tensor) -> None:
+    """A copy by the threads of a partition, which is there once it has waited for it."""
+    values = source.load(mask, 0)
+    target.values.fill_(NAN if values.is_floating_point() else WRONG_PAIR)
+    _running.agent.own_copies.append(partial(target.values.copy_, values))
 
 
 def _async_copy(machine: Machine) -> SimpleNamespace:
-    """Copies by the threads of a partition, which are there once it has waited for them."""
-
-    def start(target: Memory, source: Pointer, mask: Tensor) -> None:
-        values = source.load(mask, 0)
-        target.values.fill_(NAN if values.is_floating_point() else WRONG_PAIR)
-        _running.agent.own_copies.append(partial(target.values.copy_, values))
-
     def wait(left: int) -> None:
         machine.wait(lambda: True, "nothing")
         copies = _running.agent.own_copies
         while len(copies) > left:
             copies.pop(0)()
 
-    return SimpleNamespace(async_copy_global_to_shared=start, commit_group=lambda: None, wait_group=wait)
+    return SimpleNamespace(commit_group=lambda: None, wait_group=wait)
 
 
 def _store(desc: Any, start: Sequence[int], source: Memory, *, adds: bool) -> None:
