@@ -46,6 +46,7 @@ class TuneJob:
     """What is to be tuned, and where.
 
     `problems` empty: the device's default list, or with `missed` those that dispatch met without a winner of their own.
+    `recheck`: nothing is searched, only what the database has is measured again, and without problems all of them.
     `passes`: the kernels to tune for each problem; a problem of a backward pass stays as it is, and so do missed ones.
     `database` None: the user's. `gpu_index` None: the first GPU, or the interpreter where there is none. `trials` per
     problem and `finalists` None: `TuneBudget`'s, fewer in the interpreter. `time_budget_s`: for all problems together.
@@ -61,6 +62,7 @@ class TuneJob:
     time_budget_s: float | None = None
     variants: Collection[Variant] | None = None
     resume: bool = False
+    recheck: bool = False
     seed: int = 0
 
     def budget(self, device: DeviceSpec) -> TuneBudget:
@@ -118,6 +120,7 @@ def tune_job(
                 budget=job.budget(device),
                 variants=job.variants,
                 resume=job.resume,
+                recheck=job.recheck,
                 seed=job.seed,
                 on_event=on_event,
             )
@@ -185,6 +188,13 @@ def _problems(job: TuneJob, device: DeviceSpec, database: TuningDatabase) -> lis
             raise InvalidProblemError(
                 f"no miss is recorded for {device.name}: either every call had a winner of its own, or the process "
                 "that called attention has not ended yet"
+            )
+    if job.recheck and not problems:
+        problems = list(dict.fromkeys(winner.problem for winner in database.winners(device=device)))
+        if not problems:
+            raise InvalidProblemError(
+                f"the database has no winner on {device.name} to measure again; import a pack with `fa-autotune db "
+                "import`, or leave out --recheck"
             )
     if device.arch != INTERPRETER_ARCH:
         # Triton has no bfloat16 matrix products before sm_80.

@@ -40,13 +40,17 @@ class Regime(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceReport:
-    """What the compiled kernel needs, read without a GPU. `registers` per thread; None if the assembler kept silent."""
+    """What the compiled kernel needs, read without a GPU. `registers` per thread; None if the assembler kept silent.
+
+    `code_digest`: of the machine code, equal for kernels that differ in nothing that a GPU runs; None if unknown.
+    """
 
     registers: int | None
     spill_bytes: int
     smem_bytes: int
     compile_s: float
     warnings: tuple[str, ...] = ()
+    code_digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """`fa-autotune db`: look into the tuning database, and exchange packs. Needs neither torch nor a GPU."""
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import groupby
@@ -236,6 +237,31 @@ def misses_command(*, clear: bool, device_name: str | None, path: Path | None, a
         [miss.count, miss.problem.label, miss.device_fingerprint, f"{miss.last_seen:%Y-%m-%d %H:%M}"] for miss in misses
     ]
     print_table(["count", "problem", "device", "last seen, UTC"], rows, common=["device"])
+
+
+@db_group.command("recheck")
+@_options(_db_option, _json_option)
+def recheck_command(*, path: Path | None, as_json: bool) -> None:
+    """See whether winners of older kernel texts still hold.
+
+    Where today's text compiles to the same machine code with this Triton, a winner keeps its time and is fresh again.
+    Needs no GPU.
+    """
+    from importlib.metadata import version
+
+    from fa_autotune.evaluation.recheck import recheck
+
+    with closing(_open(path, writable=True)) as database:
+        found = recheck(database, triton=version("triton"))
+        where = database.path
+    if as_json:
+        _print_json({"path": where, **_plain(found)})
+        return
+    say(f"{found.fresh} kernels of winners are of today's text")
+    say(f"{found.renewed} had another text of the same machine code, and are fresh now")
+    say(f"{found.other_release} were compiled by other releases of Triton, and were not looked at")
+    again = f"`fa-autotune tune --recheck{f' --db {shlex.quote(str(path))}' if path else ''}` measures them again"
+    say(f"{found.changed} have other machine code, or none that is known{f': {again}' if found.changed else ''}")
 
 
 @db_group.command("export")

@@ -55,6 +55,11 @@ _INTERPRETER_BANNER = (
 @click.option(
     "--resume", is_flag=True, help="Go on with a job that was killed: what was tried counts, nothing is repeated."
 )
+@click.option(
+    "--recheck",
+    is_flag=True,
+    help="Search nothing: measure again what won before, with whatever Triton or text; by default all of the database.",
+)
 @click.option("--seed", type=WholeNumber(), default=0, show_default=True, help="Seed of the search.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document; progress goes to stderr.")
 @click.pass_context
@@ -68,6 +73,7 @@ def tune_command(
     time_budget: str | None,
     missed: bool,
     resume: bool,
+    recheck: bool,
     seed: int,
     passes: str,
     as_json: bool,
@@ -91,6 +97,7 @@ def tune_command(
         trials=trials,
         time_budget_s=None if time_budget is None else parse_duration_s(time_budget),
         resume=resume,
+        recheck=recheck,
         seed=seed,
     )
     run: Callable[..., TuneSummary] = ctx.obj or tune_job

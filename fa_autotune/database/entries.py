@@ -58,7 +58,11 @@ class StoredTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Winner:
-    """One row of the view `winners`: rank 1 of the newest confirm session of a device, problem and variant."""
+    """One row of the view `winners`: rank 1 of the newest confirm session of a device, problem, variant and release of
+    Triton (its major and minor version).
+
+    `measured_as`: as of the kernel's row.
+    """
 
     candidate: Candidate
     problem: AttentionProblem
@@ -67,6 +71,7 @@ class Winner:
     device_name: str
     toolchain: Toolchain
     kernel_digest: str | None
+    measured_as: str | None
     form: CompileForm
     regime: Regime
     median_ms: float
@@ -181,7 +186,10 @@ class ImportSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRow:
-    """A row of `kernels`. `resources` is None where the compiler never said."""
+    """A row of `kernels`. `resources` is None where the compiler never said.
+
+    `measured_as`: the digest of the text that was measured, where that was another one of the same machine code.
+    """
 
     candidate: Candidate
     arch: str
@@ -189,6 +197,7 @@ class KernelRow:
     digest: str | None
     compile_status: CompileStatus
     resources: ResourceReport | None
+    measured_as: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,20 +15,24 @@ from fa_autotune.errors import DatabaseError
 
 migrations = Migrations("fa_autotune")
 
-# Rank 1 of the newest session that confirmed a (device, problem, variant). A trial that has failed since is none.
-WINNERS_SQL = """
-SELECT device_fingerprint, device_arch, device_name, problem_key, variant, config, kernel_digest, form,
-       triton, cuda, driver, torch, regime, median_ms, p20_ms, p80_ms,
+# Rank 1 of the newest session that confirmed a (device, problem, variant, release of Triton). A trial that has failed
+# since is none.
+_RELEASE = """substr(triton, 1, instr(triton || '.', '.')
+           + instr(substr(triton || '..', instr(triton || '.', '.') + 1), '.') - 1)"""
+WINNERS_SQL = f"""
+SELECT device_fingerprint, device_arch, device_name, problem_key, variant, config, kernel_digest, measured_as, form,
+       triton_release, triton, cuda, driver, torch, regime, median_ms, p20_ms, p80_ms,
        registers, spill_bytes, smem_bytes, max_error_ratio, confirmed_at, session_id, trial_id
 FROM (
     SELECT devices.fingerprint AS device_fingerprint, devices.arch AS device_arch, devices.name AS device_name,
-           problems.key AS problem_key, kernels.variant, kernels.config, kernels.digest AS kernel_digest, kernels.form,
+           problems.key AS problem_key, kernels.variant, kernels.config, kernels.digest AS kernel_digest,
+           kernels.measured_as, kernels.form, {_RELEASE} AS triton_release,
            toolchains.triton, toolchains.cuda, toolchains.driver, sessions.torch,
            measurements.regime, measurements.median_ms, measurements.p20_ms, measurements.p80_ms,
            kernels.registers, kernels.spill_bytes, kernels.smem_bytes, trials.max_error_ratio,
            measurements.measured_at AS confirmed_at, measurements.session_id, trials.id AS trial_id,
            row_number() OVER (
-               PARTITION BY trials.device_id, trials.problem_id, kernels.variant
+               PARTITION BY trials.device_id, trials.problem_id, kernels.variant, {_RELEASE}
                ORDER BY sessions.started_at DESC, sessions.uid DESC, measurements.measured_at DESC, measurements.id DESC
            ) AS recency
     FROM measurements
@@ -41,7 +45,7 @@ FROM (
     WHERE measurements.role = 'confirm' AND measurements.rank = 1 AND trials.status = 'ok'
 )
 WHERE recency = 1
-ORDER BY device_fingerprint, problem_key, variant
+ORDER BY device_fingerprint, problem_key, variant, triton_release
 """
 
 LEADERBOARD_SQL = """
@@ -259,6 +263,19 @@ _M002 = (
 def m002_claims(db: Database) -> None:
     """Which running session works on which problem."""
     for statement in _M002:
+        db.execute(statement)
+
+
+_M003 = (
+    "ALTER TABLE kernels ADD COLUMN code_digest TEXT",
+    "ALTER TABLE kernels ADD COLUMN measured_as TEXT",
+)
+
+
+@migrations()
+def m003_machine_code(db: Database) -> None:
+    """What a kernel's machine code is, and which text of that code was measured."""
+    for statement in _M003:
         db.execute(statement)
 
 

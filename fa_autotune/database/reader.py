@@ -55,9 +55,12 @@ _MIN_SQLITE = (3, 37)  # strict tables
 
 _OTHER_TABLES = {"portfolios": ("id",), "misses": ("id", "problem_id", "device_fingerprint", "count", "last_seen")}
 # What each schema that was ever released stores, of what is read. A new schema is a new entry; none is ever removed.
+_SINCE_3 = ("code_digest", "measured_as")
+_BEFORE_3 = {"kernels": tuple(name for name in COLUMNS["kernels"] if name not in _SINCE_3)}
 TABLES_OF_SCHEMA: dict[int, dict[str, tuple[str, ...]]] = {
-    1: {**COLUMNS, **_OTHER_TABLES},
-    2: {**COLUMNS, **_OTHER_TABLES, "claims": ("id",)},
+    1: {**COLUMNS, **_BEFORE_3, **_OTHER_TABLES},
+    2: {**COLUMNS, **_BEFORE_3, **_OTHER_TABLES, "claims": ("id",)},
+    3: {**COLUMNS, **_OTHER_TABLES, "claims": ("id",)},
 }
 TABLES = tuple(TABLES_OF_SCHEMA[SCHEMA_VERSION])
 
@@ -111,6 +114,11 @@ class Reader:
     def tables(self) -> Mapping[str, tuple[str, ...]]:
         """The tables that a file of this schema has, with the columns that are read."""
         return TABLES_OF_SCHEMA[self.schema]
+
+    def columns(self, table: str) -> str:
+        """What is selected of a table: COLUMNS, NULL for one that this schema lacks."""
+        stored = self.tables[table]
+        return ", ".join(name if name in stored else f"NULL AS {name}" for name in COLUMNS[table])
 
     def restart(self) -> None:
         """Give SQLite its whole time again, for the next verb."""
@@ -419,7 +427,7 @@ def read_content(
         try:
             raw = {
                 table: reader.fetch_raw(
-                    f"SELECT {', '.join(COLUMNS[table])} FROM {table} NOT INDEXED WHERE {where}",
+                    f"SELECT {reader.columns(table)} FROM {table} NOT INDEXED WHERE {where}",
                     chosen.values * times,
                     max_rows=max_rows,
                 )
@@ -432,19 +440,22 @@ def read_content(
 
 
 def winning(content: Content) -> list[int]:
-    """The measurements that won: rank 1 of the newest session that confirmed a (device, problem, variant).
+    """The measurements that won: rank 1 of the newest session that confirmed a (device, problem, variant, release of
+    Triton).
 
-    In the order of device, problem and variant. A trial that has failed since is none.
+    In the order of these. A trial that has failed since is none.
     """
     newest: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     for key, (row, refers) in content.measurements.items():
         trial, trial_refers = content.trial_of(key)
         if row.measurement.role is not Role.CONFIRM or row.measurement.rank != 1 or trial.status is not TrialStatus.OK:
             continue
+        kernel, kernel_refers = content.kernels[required(trial_refers, "kernel_id")]
         group = (
             content.devices[required(trial_refers, "device_id")][0].fingerprint,
             content.problems[required(trial_refers, "problem_id")][0].key,
-            content.kernels[required(trial_refers, "kernel_id")][0].candidate.variant.value,
+            kernel.candidate.variant.value,
+            content.toolchains[required(kernel_refers, "toolchain_id")][0].triton_release,
         )
         session = content.sessions[required(refers, "session_id")][0]
         recency = (session.started_at, session.uid, row.measured_at, key)
@@ -474,6 +485,7 @@ def winner_of(content: Content, measurement_id: int) -> Winner:
             torch=content.sessions[session_id][0].torch,
         ),
         kernel_digest=kernel.digest,
+        measured_as=kernel.measured_as,
         form=kernel.form,
         regime=row.measurement.regime,
         median_ms=row.measurement.median_ms,

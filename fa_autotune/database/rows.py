@@ -72,7 +72,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "kernels": (
         *("id", "digest", "arch", "form", "toolchain_id", "kernel_pass", "variant", "family", "config"),
         *("block_m", "block_n", "num_warps", "num_stages", "maxnreg", "compile_status"),
-        *("registers", "spill_bytes", "smem_bytes", "compile_s", "compile_warnings"),
+        *("registers", "spill_bytes", "smem_bytes", "compile_s", "compile_warnings", "code_digest", "measured_as"),
     ),
     "trials": (
         *("id", "kernel_id", "problem_id", "device_id", "session_id", "status", "constraint_name", "error"),
@@ -161,7 +161,8 @@ def kernel_from(row: Row) -> KernelRow:
             candidate=candidate,
             arch=_match(row, "arch", _ARCH),
             form=_enum(row, "form", CompileForm),
-            digest=None if row["digest"] is None else _match(row, "digest", _WORD),
+            digest=_opt_word(row, "digest"),
+            measured_as=_opt_word(row, "measured_as"),
             compile_status=_enum(row, "compile_status", CompileStatus),
             resources=_resources_from(row),
         )
@@ -318,6 +319,7 @@ def _resources_from(row: Row) -> ResourceReport | None:
         smem_bytes=_int(row, "smem_bytes"),
         compile_s=_float(row, "compile_s", 0.0),
         warnings=_notes(row, "compile_warnings"),
+        code_digest=_opt_word(row, "code_digest"),
     )
 
 
@@ -356,6 +358,10 @@ def _long_text(row: Row, name: str, limit: int) -> str:
     if not isinstance(value, str) or len(value) > limit or clean_text(value, limit) != value:
         raise InvalidPackError(f"{name}={_short(value)} is not text of at most {limit} printable characters")
     return value
+
+
+def _opt_word(row: Row, name: str) -> str | None:
+    return None if row[name] is None else _match(row, name, _WORD)
 
 
 def _match(row: Row, name: str, rule: re.Pattern[str]) -> str:

@@ -14,6 +14,7 @@ from uuid import uuid4
 from fa_autotune.database import packs, writing
 from fa_autotune.database.connection import open_writable, transaction
 from fa_autotune.database.entries import (
+    KernelRow,
     JSON,
     DatabaseInfo,
     ImportSummary,
@@ -239,6 +240,21 @@ class TuningDatabase:
                 writing.put_measurement(connection, measured, trial_id=trial_id, session_id=session_id, overwrite=True)
             return trial_id
 
+    def renew_kernel(self, kernel_id: int, digest: str) -> bool:
+        """Give a kernel's row the digest of a text that compiles to the same machine code; its times stay.
+
+        The row remembers under which digest it was measured. False, and nothing changes, if that text has a row.
+        """
+        with self._writing() as connection:
+            return writing.renew_kernel(connection, kernel_id, digest)
+
+    def name_machine_code(self, kernel_id: int, code_digest: str) -> None:
+        """Note what the machine code of a kernel is, where that was not known."""
+        with self._writing() as connection:
+            writing.update(
+                connection, "kernels", kernel_id, {"code_digest": code_digest}, unless="code_digest IS NOT NULL"
+            )
+
     def add_misses(self, misses: Iterable[Miss]) -> None:
         """Add to the counts of problems that were dispatched without a winner of their own."""
         with self._writing() as connection:
@@ -303,6 +319,17 @@ class TuningDatabase:
         )
         content = self._content(chosen)
         return [winner_of(content, key) for key in winning(content)]
+
+    def kernels_of_winners(self) -> dict[int, tuple[KernelRow, Toolchain]]:
+        """The kernels that won somewhere and what compiled them, by their rows' ids."""
+        content = self._content(WINNERS)
+        found = {}
+        for key in winning(content):
+            _, refers = content.trial_of(key)
+            kernel_id = required(refers, "kernel_id")
+            kernel, kernel_refers = content.kernels[kernel_id]
+            found[kernel_id] = kernel, content.toolchains[required(kernel_refers, "toolchain_id")][0]
+        return found
 
     def leaderboard(
         self, problem: AttentionProblem, *, device: DeviceSpec | None = None, limit: int = 10

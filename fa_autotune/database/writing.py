@@ -91,9 +91,10 @@ def kernel_identity(kernel: KernelRow) -> Values:
 def kernel_outcome(kernel: KernelRow) -> Values:
     """What the compiler said, in the columns of `kernels`."""
     found = kernel.resources
-    names = ("registers", "spill_bytes", "smem_bytes", "compile_s")
+    names = ("registers", "spill_bytes", "smem_bytes", "compile_s", "code_digest")
     return {
         "compile_status": kernel.compile_status.value,
+        "measured_as": kernel.measured_as,
         **{name: getattr(found, name, None) for name in names},
         "compile_warnings": None if found is None else _notes_text(found.warnings),
     }
@@ -208,6 +209,16 @@ def put_kernel(connection: sqlite3.Connection, kernel: KernelRow, *, toolchain_i
             connection, "kernels", kernel_id, status, unless="0" if overwrite else "compile_status <> 'not_compiled'"
         )
     return kernel_id
+
+
+def renew_kernel(connection: sqlite3.Connection, kernel_id: int, digest: str) -> bool:
+    """Give a kernel another digest, unless there is a kernel of that one already; true if it was changed."""
+    cursor = connection.execute(
+        """UPDATE OR IGNORE kernels SET measured_as = ifnull(measured_as, digest), digest = :digest
+           WHERE id = :kernel_id AND digest <> :digest""",
+        {"kernel_id": kernel_id, "digest": digest},
+    )
+    return cursor.rowcount == 1
 
 
 def put_trial(connection: sqlite3.Connection, trial: TrialRow, *, keys: Values, overwrite: bool) -> tuple[int, bool]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from fa_autotune.dispatch.winners import Snapshot, Source, WinnerRow
 from fa_autotune.errors import FaAutotuneError, NoKernelError
-from fa_autotune.problem.device import DeviceSpec, parse_triton_version
+from fa_autotune.problem.device import DeviceSpec, parse_triton_version, triton_release
 from fa_autotune.problem.distance import ROUNDED_BY, ShapeFeatures, distance, shape_features, unrounded_distance
 from fa_autotune.problem.family import AttentionFamily
 from fa_autotune.problem.problem import AttentionProblem, AttentionShape
@@ -42,6 +42,7 @@ DigestOf = Callable[[Candidate], str]
 # Past this distance the tile that was best there says less than the default.
 MAX_DISTANCE = 8.0
 _MAX_SKIPS_TOLD = 4
+_RELEASES_OF_A_MAJOR = 1_000
 TUNE_COMMAND = "`fa-autotune tune --missed`"
 
 
@@ -57,7 +58,7 @@ class Origin(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """The kernel to run. `row` is the winner it comes from; `stale`: that was measured with another kernel text or
-    another Triton than today's."""
+    another release of Triton (its major and minor version) than today's."""
 
     candidate: Candidate
     origin: Origin
@@ -296,9 +297,15 @@ class _Setting:
             gathered.setdefault((row.problem.shape, same_form, row.device_fingerprint), []).append(row)
         return [_Group(self, members, same_form=same_form) for (_, same_form, _), members in gathered.items()]
 
+    def releases_away(self, row: WinnerRow) -> int:
+        """How many releases lie between the Triton that a row was measured with and this one: 0 for the same one."""
+        if triton_release(row.triton) == triton_release(self.triton_version):
+            return 0
+        return max(1, abs(_place(row.triton) - _place(self.triton_version)))
+
     def stale_because(self, row: WinnerRow) -> str | None:
         """Why a row no longer tells the time of its kernel, or None."""
-        if _public_version(row.triton) != _public_version(self.triton_version):
+        if self.releases_away(row):
             return f"measured with Triton {row.triton}, this is {self.triton_version}"
         if self._digest_of is None:
             return None
@@ -334,7 +341,8 @@ class _Group:
         return (self.distance(features), *self._tie)
 
     def best(self, shape: AttentionShape, origin: Origin, trace: "_Trace | None") -> Choice | None:
-        """The fastest usable row of the first of: user fresh, pack fresh, user stale, pack stale."""
+        """The fastest usable row of the first of: user fresh, pack fresh, user stale, pack stale; of the stale ones,
+        those whose release of Triton is nearest."""
         usable = [form for winner in self._winners if (form := winner.form_for(shape, origin))]
         if trace is not None:
             trace.group = self
@@ -365,6 +373,8 @@ class _Group:
             as_tuned = replace(choice.candidate, config=row.candidate.config)
             rejected = rejection(as_tuned, shape, setting.device)
             lines.append(f"EXACT_LENGTHS is turned off: {rejected and rejected.reason}")
+        if row.measured_as:
+            lines.append(f"timed as kernel {row.measured_as}, which is the same machine code")
         if because := setting.stale_because(row):
             lines.append(f"stale: {because}; `fa-autotune tune` on that problem measures it again")
         return lines
@@ -428,9 +438,9 @@ class _Form:
         return self._setting.stale_because(self.row) is not None
 
     @cached_property
-    def rung(self) -> tuple[bool, bool]:
-        """Smaller comes first: user fresh, pack fresh, user stale, pack stale."""
-        return self.is_stale, self.row.source is Source.PACK
+    def rung(self) -> tuple[bool, bool, int]:
+        """Smaller comes first: user fresh, pack fresh, user stale, pack stale, each the nearest release first."""
+        return self.is_stale, self.row.source is Source.PACK, self._setting.releases_away(self.row)
 
     @cached_property
     def speed(self) -> tuple[float, bool]:
@@ -508,8 +518,13 @@ def _row_label(row: WinnerRow) -> str:
     return f"{row.candidate.variant} {config}, {row.median_ms:.4g} ms ({row.source} {row.path.name})"
 
 
-def _public_version(version: str) -> str:
-    return version.partition("+")[0]
+def _place(version: str) -> int:
+    """Where a release of Triton stands among others; what names none stands far off."""
+    try:
+        major, minor = parse_triton_version(version)
+    except FaAutotuneError:
+        return -_RELEASES_OF_A_MAJOR
+    return major * _RELEASES_OF_A_MAJOR + minor
 
 
 def _device_gap(device: DeviceSpec, fingerprint: str) -> float:

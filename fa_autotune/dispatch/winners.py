@@ -42,6 +42,7 @@ class WinnerRow:
     device_arch: str
     device_name: str
     kernel_digest: str
+    measured_as: str | None = None  # the digest of the text that was timed, where that is another of one machine code
     triton: str
     regime: Regime
     median_ms: float
@@ -149,6 +150,7 @@ def _read_file(path: Path, source: Source) -> tuple[list[WinnerRow], list[str]]:
                 device_arch=winner.device_arch,
                 device_name=winner.device_name,
                 kernel_digest=winner.kernel_digest,
+                measured_as=winner.measured_as,
                 triton=winner.toolchain.triton,
                 regime=winner.regime,
                 median_ms=winner.median_ms,

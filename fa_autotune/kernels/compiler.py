@@ -17,6 +17,7 @@ from typing import Any, Self
 from fa_autotune.errors import FaAutotuneError, MachineError, WorkerDied, WorkerTimeout
 from fa_autotune.kernels.faults import MAX_ERROR_CHARACTERS, is_machines
 from fa_autotune.kernels.gates import GATES, CompiledText, CompileRequest
+from fa_autotune.kernels.machine_code import code_digest
 from fa_autotune.kernels.modules import compile_module, load_module
 from fa_autotune.kernels.triton_private import keep_beside, kept_assembler_log, kept_beside, parts_of
 from fa_autotune.paths import triton_cache_dir
@@ -79,6 +80,7 @@ def resource_report(text: CompiledText, compile_s: float) -> ResourceReport:
         smem_bytes=text.smem_bytes,
         compile_s=compile_s,
         warnings=tuple(line[:MAX_ERROR_CHARACTERS] for line in warnings),
+        code_digest=code_digest(text.binary),
     )
 
 

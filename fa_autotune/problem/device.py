@@ -57,6 +57,11 @@ class Toolchain:
     driver: str | None = None
     torch: str | None = None
 
+    @property
+    def triton_release(self) -> str:
+        """Triton's major and minor version, such as 3.7: a patch of a release compiles as the release does."""
+        return triton_release(self.triton)
+
 
 def _nvidia(
     name: str, arch: str, sms: int, optin_kb: int, per_sm_kb: int, l2_mb: int, memory: int, threads: int
@@ -118,6 +123,12 @@ def known_device(name: str) -> DeviceSpec:
         return KNOWN_DEVICES[name.lower().replace("-", "").replace(" ", "").replace("_", "")]
     except KeyError:
         raise FaAutotuneError(f"{name!r} is not a known GPU; known are: {', '.join(KNOWN_DEVICES)}") from None
+
+
+def triton_release(version: str) -> str:
+    """`3.7` for `3.7.1+cu130`; what is no version stays as it is, equal to itself alone."""
+    match = re.match(r"[0-9]{1,9}\.[0-9]{1,9}(?![0-9])", version)
+    return match[0] if match else version
 
 
 def parse_triton_version(version: str) -> tuple[int, int]:

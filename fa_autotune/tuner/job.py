@@ -17,7 +17,7 @@ from fa_autotune.problem.device import DeviceSpec, Toolchain, parse_triton_versi
 from fa_autotune.problem.distance import shape_distance
 from fa_autotune.problem.family import AttentionFamily
 from fa_autotune.problem.problem import AttentionProblem
-from fa_autotune.records import Evaluator, MachineFault, TrialRecord, TrialStatus
+from fa_autotune.records import Evaluator, MachineFault, Role, TrialRecord, TrialStatus
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.config import KernelConfig
 from fa_autotune.space.registry import VARIANTS, VariantSpec, compile_form, supported_variants
@@ -42,6 +42,7 @@ SEARCH_TIME_SHARE = 0.85  # of a time budget; the rest is for confirming
 BATCH_SIZE = 8  # candidates; smaller ones learn more from each other, larger ones keep more compilers busy
 MAX_BATCHES_AHEAD = 3
 MAX_NEIGHBOR_WINNERS = 4
+MAX_RECHECKED = 1_000  # configs of a problem
 MAX_FATAL_IN_A_ROW = 20
 MAX_FAULTS_IN_A_ROW = 3  # of the machine, with nothing between that ended
 _FATAL = (TrialStatus.CRASHED, TrialStatus.LAUNCH_FAILED, TrialStatus.COMPILE_FAILED, TrialStatus.TIMED_OUT)
@@ -57,6 +58,7 @@ def tune(
     budget: TuneBudget | None = None,
     variants: Collection[Variant] | None = None,
     resume: bool = False,
+    recheck: bool = False,
     seed: int = 0,
     batch_size: int = BATCH_SIZE,
     on_event: Callable[[TuneEvent], None] = lambda event: None,
@@ -68,7 +70,8 @@ def tune(
     Trials already known (same device, Triton and kernel text) inform the search and are never measured again; with
     `resume` they also count against the budget, and problems that are done are skipped; so do the trials that other
     jobs end while this one runs. A problem that another live job has claimed is left to it, and looked at again at the
-    end. `variants` restricts the search. On KeyboardInterrupt the session is marked interrupted and what was measured
+    end. With `recheck` nothing is searched: only what the database has as winners and their finalists, of whatever
+    Triton or text, is tried, and problems whose winners are current are skipped. `variants` restricts the search. On KeyboardInterrupt the session is marked interrupted and what was measured
     stays. `digest` and `clock` are for tests.
     """
     distinct = list(dict.fromkeys(problems))
@@ -82,6 +85,7 @@ def tune(
         "finalists": budget.finalists,
         "variants": None if variants is None else [variant.value for variant in sorted(variants)],
         "resume": resume,
+        "recheck": recheck,
         "seed": seed,
     }
     job = _Job(
@@ -90,7 +94,8 @@ def tune(
         device=device,
         toolchain=toolchain,
         budget=budget,
-        resume=resume,
+        resume=resume or recheck,
+        recheck=recheck,
         seed=seed,
         batch_size=batch_size,
         on_event=on_event,
@@ -100,7 +105,7 @@ def tune(
     )
     if not any(job.specs(problem.family, variants) for problem in distinct):
         raise UnsupportedError(_nothing_serves(distinct[0], variants, device, toolchain))
-    with _session(job, SessionKind.TUNE, arguments) as job.session_id, quiet_optuna():
+    with _session(job, SessionKind.RECHECK if recheck else SessionKind.TUNE, arguments) as job.session_id, quiet_optuna():
         on_event(JobStarted(problems=tuple(distinct), device=device, toolchain=toolchain, budget=budget))
         summary = job.run(distinct, variants)
     on_event(JobFinished(summary=summary))
@@ -127,6 +132,7 @@ class _Job:
     toolchain: Toolchain
     budget: TuneBudget
     resume: bool
+    recheck: bool
     seed: int
     batch_size: int
     on_event: Callable[[TuneEvent], None]
@@ -228,10 +234,25 @@ class _Job:
             search.known += 1
             if record.status is TrialStatus.OK:
                 self.any_ok, last_ok = True, stored.ended_at
-        done = () if search.remaining else self._confirmed_before(search, last_ok)
-        for variant in variants:
-            variant.warm_start(self._warm_configs(problem, variant.spec))
-        return search, done
+        if self.recheck:
+            self._close(search)
+        else:
+            for variant in variants:
+                variant.warm_start(self._warm_configs(problem, variant.spec))
+        return search, () if search.remaining else self._confirmed_before(search, last_ok)
+
+    def _close(self, search: ProblemSearch) -> None:
+        """Have a search try what was ever confirmed on its problem, and nothing else."""
+        confirmed: dict[Variant, list[KernelConfig]] = {}
+        for entry in self.database.leaderboard(search.problem, device=self.device, limit=MAX_RECHECKED):
+            if entry.role is Role.CONFIRM:
+                confirmed.setdefault(entry.candidate.variant, []).append(entry.candidate.config)
+        search.trials = 0
+        for name, variant in search.variants.items():
+            untried = [config for config in confirmed.get(name, []) if config not in variant.times_ms]
+            runnable = [config for config in dict.fromkeys(untried) if variant.rejection(config) is None]
+            variant.close(runnable)
+            search.trials += variant.spent + len(runnable)
 
     def _known_trials(self, problem: AttentionProblem) -> Iterator[StoredTrial]:
         """Trials of this device, this Triton and today's kernel text, in the order in which they ended."""
@@ -298,7 +319,7 @@ class _Job:
         for _ in range(len(turns)):
             search = turns[0]
             turns.rotate(-1)
-            for variant in search.variants.values():
+            for variant in search.variants.values() if not self.recheck else ():
                 variant.warm_start([*search.best_elsewhere(variant), *self._best_of_siblings(variant, turns)])
             batch = search.next_batch(self.batch_size)
             for variant in search.variants.values():

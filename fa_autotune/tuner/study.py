@@ -45,6 +45,7 @@ class VariantSearch:
         self.times_ms: dict[KernelConfig, float | None] = {}
         self.spent = 0
         self.exhausted = False
+        self._is_closed = False
         self.rejected: dict[KernelConfig, Rejected] = {}
         self.unsaved: list[KernelConfig] = []
         self._device = device
@@ -77,15 +78,20 @@ class VariantSearch:
         """Put configs at the front of what is tried next."""
         self._warm.extendleft(reversed(configs))
 
+    def close(self, configs: Sequence[KernelConfig]) -> None:
+        """From now on propose these configs, and nothing else."""
+        self._warm = deque(configs)
+        self._is_closed = True
+
     def propose(self, count: int, *, local: bool) -> list[KernelConfig]:
         """Up to `count` configs that pass all constraints and are not known yet; none if the space is used up."""
-        sources = chain(
-            self._warm_starts(),
+        new = (
             self._neighbors() if local else (),
             self._asked(min(MAX_ASKS, (self._proposed + count) * ASKS_PER_CANDIDATE)),
             self._drawn(count * DRAWS_PER_CANDIDATE),
             ((config, None) for config in self.spec.configs()),  # few are left: look at each
         )
+        sources = chain(self._warm_starts(), *(() if self._is_closed else new))
         batch: list[KernelConfig] = []
         for config, trial in sources:
             if self._admit(config, trial):

@@ -26,7 +26,7 @@ from kit.tuning_samples import (
 
 WINNERS_COLUMNS = [
     *("device_fingerprint", "device_arch", "device_name", "problem_key", "variant", "config"),
-    *("kernel_digest", "form", "triton", "cuda", "driver", "torch"),
+    *("kernel_digest", "measured_as", "form", "triton_release", "triton", "cuda", "driver", "torch"),
     *("regime", "median_ms", "p20_ms", "p80_ms", "registers", "spill_bytes"),
     *("smem_bytes", "max_error_ratio", "confirmed_at", "session_id", "trial_id"),
 ]

@@ -17,7 +17,7 @@ from fa_autotune.database.reader import TABLES
 from fa_autotune.database.rows import MAX_ERROR
 from fa_autotune.database.schema import SCHEMA_VERSION
 from fa_autotune.errors import DatabaseError, FaAutotuneError, InvalidProblemError
-from fa_autotune.problem.device import KNOWN_DEVICES
+from fa_autotune.problem.device import KNOWN_DEVICES, Toolchain
 from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import AccuracyReport, Measurement, Regime, ResourceReport, Role, TrialRecord, TrialStatus
@@ -285,6 +285,44 @@ class TestWinners:
             database.save_trial(begin(database, SessionKind.CONFIRM, device=device), confirmed(1.0, 1))
         assert len(database.winners()) == 2
         assert [winner.device_name for winner in database.winners(device=H200)] == [H200.name]
+
+    def test_each_release_of_triton_has_its_winner(self, database: TuningDatabase) -> None:
+        for triton, median_ms in (("3.6.0", 1.0), ("3.10.0", 2.0), ("3.6.1+cu130", 3.0)):
+            toolchain = Toolchain(triton=triton)
+            database.save_trial(begin(database, SessionKind.CONFIRM, toolchain=toolchain), confirmed(median_ms, 1))
+        assert [(winner.toolchain.triton, winner.median_ms) for winner in database.winners()] == [
+            ("3.10.0", 2.0),
+            ("3.6.1+cu130", 3.0),
+        ]
+
+    def test_a_winner_keeps_its_time_when_its_text_changes_and_its_code_does_not(
+        self, database: TuningDatabase
+    ) -> None:
+        database.save_trial(begin(database, SessionKind.CONFIRM), confirmed(1.0, 1, digest="old"))
+        ((key, (kernel, toolchain)),) = database.kernels_of_winners().items()
+        assert (kernel.digest, toolchain.triton) == ("old", TOOLCHAIN.triton)
+        assert database.renew_kernel(key, "new")
+        assert database.renew_kernel(key, "newer")
+        (winner,) = database.winners()
+        assert (winner.kernel_digest, winner.measured_as, winner.median_ms) == ("newer", "old", 1.0)
+        database.save_trial(begin(database, SessionKind.CONFIRM), confirmed(2.0, 1, digest="newer"))
+        assert [(winner.measured_as, winner.median_ms) for winner in database.winners()] == [(None, 2.0)]
+
+    def test_a_kernel_takes_no_digest_that_another_has(self, database: TuningDatabase) -> None:
+        for digest in ("new", "old"):
+            database.save_trial(begin(database, SessionKind.CONFIRM), confirmed(1.0, 1, digest=digest))
+        (key,) = database.kernels_of_winners()
+        assert not database.renew_kernel(key, "new")
+        assert [winner.kernel_digest for winner in database.winners()] == ["old"]
+
+    def test_machine_code_is_named_once(self, database: TuningDatabase) -> None:
+        database.save_trial(begin(database, SessionKind.CONFIRM), confirmed(1.0, 1))
+        (key,) = database.kernels_of_winners()
+        for code in ("first", "second"):
+            database.name_machine_code(key, code)
+        ((kernel, _),) = database.kernels_of_winners().values()
+        assert kernel.resources is not None
+        assert kernel.resources.code_digest == "first"
 
     def test_a_winner_carries_what_the_view_says(self, database: TuningDatabase) -> None:
         session = begin(database, SessionKind.CONFIRM)

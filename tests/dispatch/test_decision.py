@@ -226,6 +226,22 @@ def test_local_part_of_the_triton_version_makes_no_row_stale() -> None:
     assert not choose(PROBLEM, winner(triton="3.7.1+gitabc")).stale
 
 
+def test_a_patch_of_the_same_release_makes_no_row_stale() -> None:
+    assert not choose(PROBLEM, winner(triton="3.7.9")).stale
+
+
+@pytest.mark.parametrize("nearest", ["3.6.0", "3.8.0"])
+def test_of_stale_rows_those_of_the_nearest_release_come_first(nearest: str) -> None:
+    far, near = winner(triton="3.9.0", median_ms=1.0), winner(triton=nearest, median_ms=4.0)
+    assert choose(PROBLEM, far, near).row == near
+
+
+def test_a_row_of_another_text_of_the_same_code_is_fresh_and_says_so() -> None:
+    decision = choose(PROBLEM, winner(measured_as="yesterday"))
+    assert not decision.stale
+    assert "timed as kernel yesterday, which is the same machine code" in decision.trace
+
+
 def test_changed_template_makes_a_row_stale_and_is_told() -> None:
     decision = choose(PROBLEM, winner(kernel_digest="yesterday"))
     assert decision.stale

@@ -669,6 +669,42 @@ def test_trials_of_another_kind_do_not_count_on_resume(changed, database):
     assert len(evaluator.screened) == SMALL.trials
 
 
+# --- recheck ----------------------------------------------------------------------------------------------------------
+
+NEWER = Toolchain(triton="3.9.0")
+
+
+def test_a_recheck_tries_what_was_confirmed_and_nothing_else(database):
+    first = ReplayEvaluator(LANDSCAPE)
+    run([LONG, SHORT], first, database)
+    evaluator = ReplayEvaluator(LANDSCAPE)
+    summary = run([LONG, SHORT], evaluator, database, recheck=True, toolchain=NEWER)
+    assert len(evaluator.screened) == len(first.confirmed) < len(first.screened)
+    assert set(evaluator.screened) == set(first.confirmed)
+    assert all(result.winners for result in summary.results)
+    assert {winner.toolchain.triton for winner in database.winners()} == {TOOLCHAIN.triton, NEWER.triton}
+
+
+def test_a_recheck_goes_on_where_it_was_killed_and_skips_what_is_current(database):
+    run([LONG], ReplayEvaluator(LANDSCAPE), database)
+    first = ReplayEvaluator(LANDSCAPE, interrupt_after=2, interrupt_with=Killed)
+    with pytest.raises(Killed):
+        run([LONG], first, database, recheck=True, toolchain=NEWER)
+    second = ReplayEvaluator(LANDSCAPE)
+    run([LONG], second, database, recheck=True, toolchain=NEWER)
+    assert second.screened
+    assert not set(first.screened) & set(second.screened)
+    third = ReplayEvaluator(LANDSCAPE)
+    run([LONG], third, database, recheck=True, toolchain=NEWER)
+    assert third.calls == []
+
+
+def test_a_recheck_searches_nothing_where_nothing_was_confirmed(database):
+    evaluator = ReplayEvaluator(LANDSCAPE)
+    (result,) = run([LONG], evaluator, database, recheck=True).results
+    assert (evaluator.calls, result.winners) == ([], ())
+
+
 def test_known_failures_are_not_tried_again(database):
     session_id = database.begin_session(kind=SessionKind.TUNE, device=H200, toolchain=TOOLCHAIN)
     spec = variant_spec(LONG.family.kernel_pass, Variant.TMA)
