@@ -15,7 +15,8 @@ from fa_autotune.space.candidate import CompileForm, Variant
 MAX_SPILL_BYTES = 64  # per thread; a few words outside the loop cost nothing that a measurement shows
 
 
-MAX_SPILL_BYTES_PER_TILE = 256  # the same where the loops' machine code was looked at and none of it spills
+MAX_SPILL_BYTES_PER_TILE = 256  # the same where the loops' machine code was looked at and hardly spills
+MAX_SPILLS_BESIDE_PRODUCTS = 8  # instructions in these loops: so few run while products do, and a measurement decides
 
 
 TENSOR_MEMORY_COLUMNS = 512
@@ -70,9 +71,9 @@ def spills(request: CompileRequest, text: CompiledText, resources: ResourceRepor
         is_worth_a_look = request.arch == "sm_90" and limit < resources.spill_bytes <= MAX_SPILL_BYTES_PER_TILE
     if is_worth_a_look and (sass := disassembled(text.binary)):
         count = spills_beside_products(sass)
-        if count:
+        if count is not None and count > MAX_SPILLS_BESIDE_PRODUCTS:
             return f"{count} instructions spill in loops of matrix products ({resources.spill_bytes} bytes per thread)"
-        if count == 0:
+        if count is not None:
             limit = MAX_SPILL_BYTES_PER_TILE
     if resources.spill_bytes <= limit:
         return None

@@ -417,6 +417,8 @@ def _names(module: ModuleType, machine: Machine) -> dict[str, Any]:
         names["tanh"] = torch.tanh
     if "where_shown" in names:
         names["where_shown"] = _where_shown
+    if "written" in names:
+        names["written"] = lambda zeros: zeros
     if "in_float32" in names:
         names["in_float32"] = lambda mask: mask.float()
     if "kept_only" in names:
