@@ -38,6 +38,7 @@ from fa_autotune.errors import DatabaseError, InvalidPackError
 from fa_autotune.files import locked, make_folder, real_path
 
 _FORM = re.compile(r"""[\s"`\[\]]""")
+_OF_ITS_OWN = re.compile(r"createtable(?!.*references)", re.DOTALL)  # a table that no change of ours reaches
 _OF_MIGRATIONS = re.compile(r"create(table|uniqueindex\w*on)_sqlite_migrations\(")  # sqlite_utils' own list of them
 
 
@@ -142,7 +143,7 @@ def _is_wal(connection: sqlite3.Connection) -> bool:
 
 
 def _require_our_schema(connection: sqlite3.Connection, where: str, schema: int) -> None:
-    """Refuse what a file defines beside what our migrations do, but for tables of other names, which we don't use.
+    """Refuse what a file defines beside what our migrations do, but for tables that have nothing to do with ours.
 
     What an entry of the schema calls itself is not what SQLite makes of it: that is its statement.
     """
@@ -156,7 +157,7 @@ def _require_our_schema(connection: sqlite3.Connection, where: str, schema: int)
         found, key = _essence(str(sql)), str(name).lower()
         is_ours = key in ours and found == ours[key]
         is_view = key in VIEWS and found.startswith("createview")
-        is_other_table = key not in ours and key not in VIEWS and found.startswith("createtable")
+        is_other_table = key not in ours and key not in VIEWS and _OF_ITS_OWN.match(found)
         if not is_ours and not is_view and not is_other_table and not _OF_MIGRATIONS.match(found):
             raise InvalidPackError(
                 f"{where}: {name!r} is none of our tables, indexes and views, and would take part in what is saved; "

@@ -62,6 +62,7 @@ _READ_BYTES_PER_BYTE = 8  # of the file, up to
 _MOST_READ_BYTES = 2 * 2**30
 _MOST_COMPRESSED = 8  # bytes of a file for each that a disk stores; the rest of it are holes
 _BYTES_PER_BLOCK = 512
+_ANYBODY_WRITES = 0o222
 _MAX_COPY_BYTES = 256 * 2**20
 VM_STEPS_PER_LOOK = 1_000  # at the clock
 _LIMITS = {
@@ -177,8 +178,8 @@ def open_reader(
 ) -> Reader:
     """Open a file to read, of any schema that was released; DatabaseError if it is none of ours, or can't be read.
 
-    Nothing is created beside the file, unless it is a live WAL database; beside a pack, never. `limit_s` None goes
-    by the size of the file.
+    Nothing is created beside the file, unless it is a live WAL database; beside a pack, or in a folder that nobody may
+    write, never. `limit_s` None goes by the size of the file.
     """
     require_sqlite()
     with translated(str(path)):
@@ -304,7 +305,8 @@ def _connect_read_only(real: Path, *, where: str, is_pack: bool, busy_s: float, 
         with suppress(OSError), TemporaryDirectory(prefix="fa-autotune-", ignore_cleanup_errors=True) as folder:
             if (copy := _copied(real, Path(folder))) is not None:
                 return opened(copy)  # what is open stays, whether it has a name or not
-    if is_pack and is_live(real) and not waiting(real):
+    is_kept_out = is_pack or not real.parent.stat().st_mode & _ANYBODY_WRITES  # though root could
+    if is_kept_out and is_live(real) and not waiting(real):
         return opened(real, "immutable=1")
     try:
         return opened(real)

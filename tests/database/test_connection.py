@@ -300,6 +300,17 @@ def hot_journal(path: Path) -> bytes:
 
 
 class TestFolderWithoutWritePermission:
+    def test_not_even_root_leaves_anything_there(self, public_folder: Path) -> None:
+        with TuningDatabase(public_folder / "tuning.db") as database:
+            fill(database)
+        before = {path.name for path in public_folder.iterdir()}
+        public_folder.chmod(0o555)
+        try:
+            assert count_winners(public_folder) == 1
+        finally:
+            public_folder.chmod(0o755)
+        assert {path.name for path in public_folder.iterdir()} == before
+
     def test_a_pack_is_read(self, public_folder: Path) -> None:
         write_pack(public_folder, "tuning.db").chmod(0o644)
         assert outcome_in(public_folder, count_winners) == "1"

@@ -224,6 +224,7 @@ FOREIGN = {
     "index": "CREATE UNIQUE INDEX mine ON trials (id, status)",
     "index that has our name": "CREATE INDEX idx_trials_device_id ON trials (hex(zeroblob(error)))",
     "index of migrations": "CREATE UNIQUE INDEX idx__sqlite_migrations ON trials (id)",
+    "table that refers to ours": "CREATE TABLE mine (a REFERENCES claims ON DELETE SET NULL CHECK (a LIKE '%a%b%'))",
     "virtual table": "CREATE VIRTUAL TABLE mine USING fts4(a)",
 }
 
