@@ -11,11 +11,19 @@ from pathlib import Path
 from fa_autotune.database import writing
 from fa_autotune.database.connection import open_writable, transaction
 from fa_autotune.database.entries import ImportSummary, MeasurementRow, TrialRow
-from fa_autotune.database.places import JOURNAL, LOG, SHARED_MEMORY, beside, require_plain_sides, waiting
+from fa_autotune.database.places import (
+    JOURNAL,
+    LOG,
+    SHARED_MEMORY,
+    beside,
+    is_written_here,
+    require_plain_sides,
+    waiting,
+)
 from fa_autotune.database.reader import PARENTS, Content, Refers, required, winning
 from fa_autotune.database.schema import APPLICATION_ID
 from fa_autotune.errors import DatabaseError
-from fa_autotune.files import OutputKind, output_path, put_in_place
+from fa_autotune.files import OutputKind, output_path, put_in_place, real_path
 from fa_autotune.problem.device import DeviceSpec
 from fa_autotune.problem.family import canonical_json
 from fa_autotune.records import Role, TrialStatus
@@ -104,6 +112,8 @@ def write_pack(content: Content, path: Path, *, databases: Iterable[Path]) -> No
 
 def _free_target(path: Path, databases: Iterable[Path]) -> Path:
     """The file that a pack may become."""
+    if is_written_here(real_path(path)):
+        raise DatabaseError(f"{path} is a database in use by this process; name another file")
     target = output_path(path, PACK, databases=databases)
     require_plain_sides(target)
     for left in waiting(target):

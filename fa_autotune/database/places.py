@@ -80,18 +80,24 @@ def require_own_journal(real: Path) -> None:
 
 
 def is_live(real: Path) -> bool:
-    """True if a file is in WAL mode, as databases in use are and packs are not.
-
-    One that this process writes to is, and is not opened for that: with the first of its descriptors to be closed, a
-    process loses all its locks on a file.
-    """
-    if (identity := _identity(real)) is None:
+    """True if a file is in WAL mode, as databases in use are and packs are not."""
+    if not real.exists():
         return False
-    with _writers_lock:
-        if identity in _writers.values():
-            return True
+    if is_written_here(real):
+        return True
     with real.open("rb") as file:
         return file.read(20)[18:20] == b"\x02\x02"
+
+
+def is_written_here(real: Path) -> bool:
+    """True if this process has a file open to write.
+
+    Then nothing but SQLite may open it: with the first of its descriptors to be closed, a process loses all its locks
+    on a file.
+    """
+    identity = _identity(real)
+    with _writers_lock:
+        return identity is not None and identity in _writers.values()
 
 
 def note_writer(connection: object, real: Path) -> None:

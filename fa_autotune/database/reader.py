@@ -315,8 +315,9 @@ def _connect_read_only(real: Path, *, where: str, is_pack: bool, busy_s: float, 
             raise
         if waiting(real, JOURNAL):
             require_own_journal(real)
+            first = "" if os.access(real.parent, os.W_OK) else "copy both to a folder that you can write, where "
             raise DatabaseError(
-                f"{where} has the journal of a change that was cut short, {beside(real, JOURNAL)}; "
+                f"{where} has the journal of a change that was cut short, {beside(real, JOURNAL)}; {first}"
                 f"`sqlite-utils tables {shlex.quote(where)}` opens the file to write, which takes that change back; if "
                 "the journal is of another file, move it away"
             ) from None

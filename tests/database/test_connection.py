@@ -1,6 +1,7 @@
 """Which files open, where, and what a refusal says."""
 
 import os
+import re
 import shutil
 import sqlite3
 import time
@@ -267,12 +268,12 @@ class TestBesideTheFile:
         assert count_trials(pack) == 2
 
     def test_a_statement_has_a_limit_on_the_clock(self, pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(reader, "LIMIT_S", 0.2)
+        monkeypatch.setattr(reader, "LIMIT_S", 0.1)
         endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
         with closing(open_writable(pack)) as opened:
             with pytest.raises(sqlite3.OperationalError, match="interrupted"):
                 opened.execute(endless)
-            time.sleep(0.25)
+            time.sleep(0.12)
             few = opened.execute(endless.replace("FROM n)", "FROM n LIMIT 9999)")).fetchone()
             assert tuple(few) == (9999,)
 
@@ -300,6 +301,12 @@ def hot_journal(path: Path) -> bytes:
 
 
 class TestFolderWithoutWritePermission:
+    def test_a_change_that_was_cut_short_asks_for_a_copy(self, public_folder: Path) -> None:
+        path = write_pack(public_folder, "tuning.db")
+        path.with_name("tuning.db-journal").write_bytes(hot_journal(path))
+        text = outcome_in(public_folder, count_winners)
+        assert re.search(r"cut short, .*; copy both to a folder that you can write, where `sqlite-utils tables", text)
+
     def test_not_even_root_leaves_anything_there(self, public_folder: Path) -> None:
         with TuningDatabase(public_folder / "tuning.db") as database:
             fill(database)

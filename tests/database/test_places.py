@@ -126,6 +126,8 @@ def test_a_file_that_is_written_to_keeps_its_locks_while_it_is_looked_at(path: P
         session = begin(database)
         for is_pack in (True, False):
             open_reader(path, is_pack=is_pack).close()
+        with TuningDatabase(":memory:") as other, pytest.raises(DatabaseError, match="in use by this process"):
+            other.export(path)
         look = "import sqlite3, sys; sqlite3.connect(sys.argv[1]).execute('SELECT 1 FROM trials').connection.close()"
         subprocess.run([sys.executable, "-c", look, str(path)], check=True)
         database.save_trial(session, ok_record())
