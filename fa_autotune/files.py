@@ -19,7 +19,8 @@ from fa_autotune.errors import FaAutotuneError, MachineError
 
 SQLITE_MAGIC = b"SQLite format 3\0"
 HEAD_BYTES = 512  # of a file, by which its kind is told
-_SIDE_FILES = ("-wal", "-shm", "-journal", ".lock")  # what lies beside a database while it is used
+SQLITE_SIDES = ("-wal", "-shm", "-journal")  # what SQLite keeps beside a database while it is used
+_SIDE_FILES = (*SQLITE_SIDES, ".lock")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _POLL_S = 0.02
 
@@ -86,6 +87,11 @@ def written_by_others(folder: Path) -> str | None:
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def real_path(path: Path) -> Path:
+    """Where a file really lies: absolute, all links followed."""
+    return Path(os.path.realpath(path))
 
 
 def read_plain(path: Path, *, at_most: int) -> bytes | None:
@@ -187,7 +193,7 @@ def output_path(path: Path, kind: OutputKind, *, databases: Iterable[Path] = ())
 
     Never one of `databases`, whether they are there or not, nor what lies beside a database. Else the kind's error.
     """
-    target, kept = _real(path), [_real(database) for database in databases]
+    target, kept = real_path(path), [real_path(database) for database in databases]
     if any(target == database or _are_same_file(target, database) for database in kept):
         raise kind.error(f"{path} is the tuning database in use, which is never written over; name another file")
     for side in (side for side in _SIDE_FILES if target.name.endswith(side) and target.name != side):
@@ -211,10 +217,6 @@ def _keeps_nothing(path: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)
-
-
-def _real(path: Path) -> Path:
-    return Path(os.path.realpath(path))
 
 
 def _are_same_file(one: Path, other: Path) -> bool:

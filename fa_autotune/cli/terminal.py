@@ -1,11 +1,14 @@
 """How commands show things: text that breaks between words, tables whose cells stay readable in a narrow terminal."""
 
+import os
 import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import click
 
@@ -22,6 +25,44 @@ class Layout:
 
     widths: dict[str, int]
     left_out: tuple[str, ...]
+
+
+class ProgressStream:
+    """stderr for what is worth no failure: what a closed pipe or a full disk does not take is dropped."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stderr
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write text, or drop it."""
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._drop()
+            return len(text)
+
+    def flush(self) -> None:
+        """Write what is in the stream's buffer, or drop it."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Empty the stream's buffer into the null device: Python would try again with each line, and when it ends."""
+        with suppress(OSError, ValueError):  # the latter from a stream that is no file
+            number = self._stream.fileno()
+            kept, nowhere = os.dup(number), os.open(os.devnull, os.O_WRONLY)
+            try:
+                os.dup2(nowhere, number)
+                self._stream.flush()
+            finally:
+                os.dup2(kept, number)
+                os.close(kept)
+                os.close(nowhere)
 
 
 def say(text: str, *, err: bool = False) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import click
 
 from fa_autotune.cli.problem_options import named_problems, problem_options
-from fa_autotune.cli.terminal import print_table, say
+from fa_autotune.cli.terminal import ProgressStream, print_table, say
 from fa_autotune.cli.values import DatabaseFile, WholeNumber
 from fa_autotune.problem.device import INTERPRETER_ARCH
 from fa_autotune.problem.passes import parse_passes
@@ -215,7 +215,7 @@ def _shown(progress: _Progress) -> "Iterator[Callable[[TuneEvent], None]]":
 
     from fa_autotune.tuner import FaultMet, JobStarted, ProblemFinished
 
-    console = Console(stderr=True, highlight=False)
+    console = Console(file=cast("IO[str]", ProgressStream()), highlight=False)
     live = Live(Text(""), console=console, transient=True, refresh_per_second=4) if console.is_terminal else None
     last_line_s = progress.clock()
 

@@ -49,13 +49,24 @@ def _is_alive(row: sqlite3.Row) -> bool:
     except PermissionError:  # another user's
         pass
     # Process ids are used again; the start time tells who it is, where the system has it.
-    return bool(_process_start(row["pid"]) == row["process_start"])
+    return bool(_process_start(row["pid"]) == row["process_start"]) and not _has_ended(row["pid"])
 
 
 def _process_start(pid: int) -> str | None:
     """Clock ticks from boot to the start of a process, as Linux counts them; None elsewhere."""
+    found = _stat_of(pid)
+    return found[19] if found else None
+
+
+def _has_ended(pid: int) -> bool:
+    """True for a process that is there until its parent asks what became of it, where the system tells."""
+    return _stat_of(pid)[:1] in (["Z"], ["X"], ["x"])
+
+
+def _stat_of(pid: int) -> list[str]:
+    """What Linux tells of a process, from its state on; nothing elsewhere."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return None
-    return stat.rpartition(")")[2].split()[19]
+        return []
+    return stat.rpartition(")")[2].split()

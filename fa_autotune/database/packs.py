@@ -11,10 +11,19 @@ from pathlib import Path
 from fa_autotune.database import writing
 from fa_autotune.database.connection import open_writable, transaction
 from fa_autotune.database.entries import ImportSummary, MeasurementRow, TrialRow
+from fa_autotune.database.places import (
+    JOURNAL,
+    LOG,
+    SHARED_MEMORY,
+    beside,
+    is_written_here,
+    require_plain_sides,
+    waiting,
+)
 from fa_autotune.database.reader import PARENTS, Content, Refers, required, winning
 from fa_autotune.database.schema import APPLICATION_ID
 from fa_autotune.errors import DatabaseError
-from fa_autotune.files import OutputKind, output_path, put_in_place
+from fa_autotune.files import OutputKind, output_path, put_in_place, real_path
 from fa_autotune.problem.device import DeviceSpec
 from fa_autotune.problem.family import canonical_json
 from fa_autotune.records import Role, TrialStatus
@@ -72,9 +81,11 @@ def write_content(connection: sqlite3.Connection, content: Content) -> ImportSum
 def write_pack(content: Content, path: Path, *, databases: Iterable[Path]) -> None:
     """Write a content as a pack: a file in journal_mode=delete, vacuumed, put in place whole.
 
-    It replaces a pack, never one of `databases`, another database in use or a file of others.
+    It replaces a pack, never one of `databases`, another database in use or a file of others. What SQLite left beside
+    a file of that name would be read into the pack: it is removed if it is empty, else the pack is refused.
     """
-    target = output_path(path, PACK, databases=databases)
+    kept = list(databases)
+    target = _free_target(path, kept)
     try:
         folder = Path(tempfile.mkdtemp(prefix=".pack-", dir=target.parent))
     except OSError as error:
@@ -89,11 +100,28 @@ def write_pack(content: Content, path: Path, *, databases: Iterable[Path]) -> No
             connection.execute("VACUUM")
         with draft.open("rb") as file:
             os.fsync(file.fileno())
+        _free_target(path, kept)  # again: this may have taken its time
+        for side in (LOG, SHARED_MEMORY, JOURNAL):
+            beside(target, side).unlink(missing_ok=True)
         put_in_place(draft, target)
     finally:
         for left in folder.iterdir():
             left.unlink()
         folder.rmdir()
+
+
+def _free_target(path: Path, databases: Iterable[Path]) -> Path:
+    """The file that a pack may become."""
+    if is_written_here(real_path(path)):
+        raise DatabaseError(f"{path} is a database in use by this process; name another file")
+    target = output_path(path, PACK, databases=databases)
+    require_plain_sides(target)
+    for left in waiting(target):
+        raise DatabaseError(
+            f"{left} lies where a pack {target.name} would be read with it, and may hold what somebody saved; name "
+            "another file, or move it away"
+        )
+    return target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

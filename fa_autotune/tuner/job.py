@@ -5,7 +5,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -67,6 +67,8 @@ def tune(
 ) -> TuneSummary:
     """Search winners for problems on a device; every record is in the database before the next is asked for.
 
+    An OSError of `on_event`, as of a closed pipe, is dropped: no job ends for progress that can't be told.
+
     Trials already known (same device, Triton and kernel text) inform the search and are never measured again; with
     `resume` they also count against the budget, and problems that are done are skipped; so do the trials that other
     jobs end while this one runs. A problem that another live job has claimed is left to it, and looked at again at the
@@ -74,6 +76,7 @@ def tune(
     Triton or text, is tried, and problems whose winners are current are skipped. `variants` restricts the search. On KeyboardInterrupt the session is marked interrupted and what was measured
     stays. `digest` and `clock` are for tests.
     """
+    on_event = _heard_or_not(on_event)
     distinct = list(dict.fromkeys(problems))
     if not distinct:
         raise InvalidProblemError("there is no problem to tune; name at least one")
@@ -110,6 +113,14 @@ def tune(
         summary = job.run(distinct, variants)
     on_event(JobFinished(summary=summary))
     return summary
+
+
+def _heard_or_not(on_event: Callable[[TuneEvent], None]) -> Callable[[TuneEvent], None]:
+    def tell(event: TuneEvent) -> None:
+        with suppress(OSError):
+            on_event(event)
+
+    return tell
 
 
 def _nothing_serves(

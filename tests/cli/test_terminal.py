@@ -1,9 +1,12 @@
 """What commands print stays readable in a narrow terminal."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from fa_autotune.cli import terminal
-from fa_autotune.cli.terminal import fit, print_table, wrapped
+from fa_autotune.cli.terminal import ProgressStream, fit, print_table, wrapped
 
 PROBLEM = "fwd bf16 d128 causal 1×16×16×16384×16384"
 CONFIG = "64x64 w4 s1 maxnreg=128 heads_per_group=16 row_sum_lanes=8 exact_lengths=True"
@@ -112,3 +115,22 @@ def test_a_line_breaks_between_words_and_keeps_its_indent(line: str, width: int,
 def test_a_pipe_gets_lines_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     terminal.say("word " * 100)
     assert capsys.readouterr().out == "word " * 100 + "\n"
+
+
+def test_progress_is_dropped_while_it_can_not_be_written_and_shown_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing waits in a buffer to fail once more, and a disk that has space again gets what comes then."""
+    shown = tmp_path / "shown"
+    with shown.open("w", buffering=1) as stream, Path("/dev/full").open("w") as full:
+        monkeypatch.setattr("sys.stderr", stream)
+        progress = ProgressStream()
+        kept = os.dup(stream.fileno())
+        progress.write("first\n")
+        os.dup2(full.fileno(), stream.fileno())
+        progress.write("lost\n")
+        progress.flush()
+        os.dup2(kept, stream.fileno())
+        os.close(kept)
+        progress.write("last\n")
+    assert shown.read_text() == "first\nlast\n"

@@ -1,14 +1,17 @@
 """The command that tunes: what it prints, how it ends, and what it refuses. No kernel runs here."""
 
+import errno
 import json
 import re
 import shutil
+import sys
 
 import pytest
 from click.testing import CliRunner
 
 from fa_autotune.cli import main
 from fa_autotune.cli.tune import _Progress
+from fa_autotune.database import TuningDatabase
 from fa_autotune.problem.device import INTERPRETER, KNOWN_DEVICES, Toolchain
 from fa_autotune.problem.passes import BACKWARD_PASSES
 from fa_autotune.problem.problem import AttentionProblem
@@ -114,6 +117,21 @@ def test_a_machine_that_fails_is_told_and_candidates_are_counted_as_to_be_tried_
     said = command("--problem", SHORT, "--trials", 6, "--db", path, "--resume")
     assert "3 candidates were tried" in said.stdout
     assert "of the machine" not in said.output
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), BrokenPipeError(errno.EPIPE, "closed")])
+def test_progress_that_can_not_be_written_is_dropped(error, path):
+    def refuse(_):
+        raise error
+
+    def landscape(candidate, problem):
+        sys.stderr.write = refuse
+        return 1.0
+
+    result = command("--problem", SHORT, "--trials", 6, "--db", path, landscape=landscape)
+    assert (result.exit_code, "[1/1]" in result.stderr) == (0, False)
+    with TuningDatabase(path, read_only=True) as database:
+        assert (len(database.winners()) > 0, len(database.trials()) >= 6) == (True, True)
 
 
 def test_without_a_gpu_the_command_says_plainly_what_it_is(path):

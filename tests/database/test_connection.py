@@ -1,18 +1,22 @@
 """Which files open, where, and what a refusal says."""
 
+import os
+import re
 import shutil
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from fa_autotune.database import TuningDatabase, connection
+from fa_autotune.database import TuningDatabase, connection, reader
+from fa_autotune.database.connection import open_writable
 from fa_autotune.database.schema import SCHEMA_VERSION
 from fa_autotune.errors import DatabaseError, FaAutotuneError, InvalidPackError, SchemaTooNewError
 from fa_autotune.files import locked
 from fa_autotune.paths import database_path
-from kit.database_files import edit, records, scalars
+from kit.database_files import edit, records, save_and_leave_open, scalars
 from kit.rights import outcome_in
 from kit.tuning_samples import (
     PROBLEM,
@@ -184,7 +188,136 @@ def count_winners(folder: Path) -> int:
         return len(database.winners())
 
 
+def left_open(folder: Path) -> None:
+    """A database that has a winner in its log alone."""
+    with TuningDatabase(folder / "live.db") as database:
+        fill(database)
+        for suffix in ("", "-wal"):
+            shutil.copy(folder / f"live.db{suffix}", folder / f"tuning.db{suffix}")
+
+
+class TestBesideTheFile:
+    """What lies beside a file that is opened to write."""
+
+    def test_the_lock_of_a_link_lies_beside_its_file(self, tmp_path: Path) -> None:
+        (tmp_path / "a").mkdir()
+        (tmp_path / "link.db").symlink_to(tmp_path / "a" / "tuning.db")
+        TuningDatabase(tmp_path / "link.db").close()
+        assert {path.name for path in tmp_path.iterdir()} == {"a", "link.db"}
+        assert {path.name for path in (tmp_path / "a").iterdir()} == {"tuning.db", "tuning.db.lock"}
+
+    def test_a_pack_is_in_use_from_its_first_opening_to_write_on(self, pack: Path) -> None:
+        TuningDatabase(pack).close()
+        assert scalars(pack, "PRAGMA journal_mode") == ["wal"]
+
+    @pytest.mark.parametrize("content", [None, b"", b"at rest"], ids=["gone", "empty", "at rest"])
+    def test_a_log_of_another_file_is_refused_and_stays(self, pack: Path, content: bytes | None) -> None:
+        at_rest = pack.read_bytes()
+        save_and_leave_open(pack, "DELETE FROM measurements")
+        log = pack.with_name("pack.db-wal").read_bytes()
+        pack.unlink() if content is None else pack.write_bytes(content and at_rest)
+        with pytest.raises(DatabaseError, match=r"pack\.db-wal holds changes of another database"):
+            TuningDatabase(pack)
+        assert pack.with_name("pack.db-wal").read_bytes() == log
+
+    @pytest.mark.parametrize("content", [None, b""], ids=["gone", "empty"])
+    def test_a_journal_of_another_file_is_refused_and_stays(self, pack: Path, content: bytes | None) -> None:
+        journal = pack.with_name("pack.db-journal")
+        journal.write_bytes(hot_journal(pack))
+        pack.unlink() if content is None else pack.write_bytes(content)
+        with pytest.raises(DatabaseError, match=r"pack\.db-journal holds a part of another database"):
+            TuningDatabase(pack)
+        assert journal.exists()
+
+    def test_a_change_that_was_cut_short_is_taken_back(self, pack: Path) -> None:
+        before = scalars(pack, "SELECT count(*) FROM trials")
+        journal = hot_journal(pack)
+        edit(pack, "DELETE FROM measurements", "DELETE FROM trials")
+        pack.with_name("pack.db-journal").write_bytes(journal)
+        with pytest.raises(DatabaseError, match=r"cut short.*`sqlite-utils tables .*` opens the file to write"):
+            TuningDatabase(pack, read_only=True)
+        TuningDatabase(pack).close()
+        assert scalars(pack, "SELECT count(*) FROM trials") == before
+
+    @pytest.mark.parametrize("read_only", [True, False])
+    def test_a_journal_that_names_another_file_is_refused(self, pack: Path, read_only: bool) -> None:
+        """SQLite would remove the file that it names."""
+        victim = pack.with_name("thesis.txt")
+        victim.write_text("my thesis")
+        name = os.fsencode(victim)
+        checked = sum(int.from_bytes(bytes([byte]), "big", signed=True) for byte in name) % 2**32
+        end = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7"
+        numbers = len(name).to_bytes(4, "big") + checked.to_bytes(4, "big")
+        journal = pack.with_name("pack.db-journal")
+        journal.write_bytes(hot_journal(pack) + b"\xff\xff\xff\xff" + name + numbers + end)
+        with pytest.raises(DatabaseError, match="names a file that SQLite would remove"):
+            TuningDatabase(pack, read_only=read_only)
+        assert victim.exists()
+
+    @pytest.mark.parametrize("side", ["", "-wal", "-shm", "-journal"])
+    def test_what_is_no_plain_file_is_refused_and_not_waited_for(self, pack: Path, side: str) -> None:
+        pack.rename(pack.with_name("old.db"))
+        os.mkfifo(pack.with_name(f"pack.db{side}"))
+        with pytest.raises(DatabaseError, match=r"is no (plain )?file"):
+            TuningDatabase(pack)
+
+    def test_a_file_with_two_names_is_refused(self, pack: Path) -> None:
+        pack.with_name("other.db").hardlink_to(pack)
+        with pytest.raises(DatabaseError, match="has 2 names"):
+            TuningDatabase(pack)
+        assert count_trials(pack) == 2
+
+    def test_a_statement_has_a_limit_on_the_clock(self, pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(reader, "LIMIT_S", 0.1)
+        endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
+        with closing(open_writable(pack)) as opened:
+            with pytest.raises(sqlite3.OperationalError, match="interrupted"):
+                opened.execute(endless)
+            time.sleep(0.12)
+            few = opened.execute(endless.replace("FROM n)", "FROM n LIMIT 9999)")).fetchone()
+            assert tuple(few) == (9999,)
+
+
+def count_trials(path: Path) -> int:
+    with TuningDatabase(path, read_only=True) as database:
+        return len(database.trials())
+
+
+def hot_journal(path: Path) -> bytes:
+    """The journal of a change of a file at rest, as it is while the change is being made."""
+    copy = path.with_name("copy.db")
+    shutil.copy(path, copy)
+    with closing(sqlite3.connect(copy, isolation_level=None)) as opened:
+        opened.execute("PRAGMA cache_size = 1")  # so that it is on the disk before the change ends
+        opened.execute("BEGIN IMMEDIATE")
+        opened.execute("DELETE FROM measurements")
+        opened.execute("DELETE FROM trials")
+        opened.execute("UPDATE kernels SET compile_warnings = hex(zeroblob(9000))")
+        journal = path.with_name("copy.db-journal").read_bytes()
+        opened.rollback()
+    copy.unlink()
+    assert journal[0]
+    return journal
+
+
 class TestFolderWithoutWritePermission:
+    def test_a_change_that_was_cut_short_asks_for_a_copy(self, public_folder: Path) -> None:
+        path = write_pack(public_folder, "tuning.db")
+        path.with_name("tuning.db-journal").write_bytes(hot_journal(path))
+        text = outcome_in(public_folder, count_winners)
+        assert re.search(r"cut short, .*; copy both to a folder that you can write, where `sqlite-utils tables", text)
+
+    def test_not_even_root_leaves_anything_there(self, public_folder: Path) -> None:
+        with TuningDatabase(public_folder / "tuning.db") as database:
+            fill(database)
+        before = {path.name for path in public_folder.iterdir()}
+        public_folder.chmod(0o555)
+        try:
+            assert count_winners(public_folder) == 1
+        finally:
+            public_folder.chmod(0o755)
+        assert {path.name for path in public_folder.iterdir()} == before
+
     def test_a_pack_is_read(self, public_folder: Path) -> None:
         write_pack(public_folder, "tuning.db").chmod(0o644)
         assert outcome_in(public_folder, count_winners) == "1"
@@ -194,11 +327,13 @@ class TestFolderWithoutWritePermission:
             fill(database)
         assert outcome_in(public_folder, count_winners) == "1"
 
-    def test_a_wal_database_that_was_left_open_asks_for_a_pack(self, public_folder: Path) -> None:
-        with TuningDatabase(public_folder / "live.db") as database:
-            fill(database)
-            for suffix in ("", "-wal"):
-                shutil.copy(public_folder / f"live.db{suffix}", public_folder / f"tuning.db{suffix}")
+    def test_a_wal_database_that_was_left_open_is_read(self, public_folder: Path) -> None:
+        left_open(public_folder)
+        assert outcome_in(public_folder, count_winners) == "1"
+
+    def test_a_large_one_asks_for_a_pack(self, public_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(reader, "_MAX_COPY_BYTES", 0)
+        left_open(public_folder)
         text = outcome_in(public_folder, count_winners)
         assert text.startswith("DatabaseError: ")
         assert "db export PACK" in text

@@ -1,12 +1,15 @@
 """Which sessions count as running: those whose process lives."""
 
+import os
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from fa_autotune.database import SessionState, TuningDatabase
+from fa_autotune.database import SessionState, TuningDatabase, liveness
 from kit.database_files import killed_writer
 from kit.tuning_samples import OTHER_PROBLEM, PROBLEM, begin
 
@@ -40,6 +43,16 @@ def session_of_another_process(path: Path, *changes: str) -> str:
 
 def test_a_process_id_that_is_used_again_is_another_process(tmp_path: Path) -> None:
     assert session_of_another_process(tmp_path / "a.db", "process_start = '1'") == "interrupted"
+
+
+def test_a_process_that_ended_and_that_nobody_asked_for_is_dead(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # its parent has not asked what became of it
+    start = liveness._process_start(ended.pid)
+    assert session_of_another_process(tmp_path / "a.db", f"pid = {ended.pid}", f"process_start = '{start}'") == (
+        "interrupted"
+    )
+    ended.wait()
 
 
 @pytest.mark.parametrize("pid", ["NULL", "0", "-1", "1 << 40"])

@@ -13,7 +13,7 @@ from fa_autotune.records import (
     TrialStatus,
 )
 from kit.database_files import edit, records, scalars
-from kit.hostile_files import HOSTILE
+from kit.hostile_files import HOSTILE, rewrite_schema
 from kit.tuning_samples import (
     H200,
     begin,
@@ -120,6 +120,35 @@ class TestExchange:
             database.export(tmp_path / "thesis.txt")
         assert (tmp_path / "thesis.txt").read_text() == "my thesis"
 
+    @pytest.mark.parametrize("side", ["-wal", "-journal"])
+    @pytest.mark.parametrize("is_there", [True, False])
+    def test_a_pack_is_not_put_beside_what_an_earlier_file_left(
+        self, database: TuningDatabase, pack: Path, side: str, is_there: bool
+    ) -> None:
+        """SQLite would read it as a part of the pack."""
+        left = pack.with_name(f"pack.db{side}")
+        left.write_bytes(b"x" * 4096)
+        before = pack.read_bytes()
+        if not is_there:
+            pack.unlink()
+        with pytest.raises(DatabaseError, match=rf"pack\.db{side} lies where .* move it away"):
+            database.export(pack)
+        assert (left.read_bytes(), pack.exists()) == (b"x" * 4096, is_there)
+        assert not is_there or pack.read_bytes() == before
+
+    def test_empty_files_that_an_earlier_one_left_go(self, database: TuningDatabase, pack: Path) -> None:
+        for side in ("-wal", "-journal"):
+            pack.with_name(f"pack.db{side}").touch()
+        pack.with_name("pack.db-shm").write_bytes(b"x" * 32768)
+        database.export(pack)
+        assert [path.name for path in pack.parent.glob("pack.db*")] == [pack.name]
+
+    def test_a_pack_that_was_tuned_is_not_replaced(self, database: TuningDatabase, pack: Path) -> None:
+        with TuningDatabase(pack) as other:
+            other.save_trial(begin(other), ok_record())
+        with pytest.raises(DatabaseError, match=r"which a database in use .* is not"):
+            database.export(pack)
+
     def test_the_later_of_two_trials_stays_whatever_the_order_of_imports(self, tmp_path: Path) -> None:
         paths = [tmp_path / "early.db", tmp_path / "late.db"]
         for path, status in zip(paths, (TrialStatus.TIMED_OUT, TrialStatus.CRASHED), strict=True):
@@ -186,3 +215,55 @@ def test_a_packs_views_and_triggers_are_never_run(pack: Path) -> None:
     with TuningDatabase(pack, read_only=True) as source, TuningDatabase(":memory:") as database:
         database.import_pack(pack)
         assert len(database.winners()) == len(source.winners()) == 1
+
+
+FOREIGN = {
+    "trigger": "CREATE TRIGGER gone AFTER INSERT ON trials BEGIN DELETE FROM measurements; END",
+    "trigger on a table of its own": "CREATE TRIGGER gone AFTER INSERT ON notes BEGIN DELETE FROM measurements; END",
+    "view": "CREATE VIEW mine AS SELECT 1",
+    "index": "CREATE UNIQUE INDEX mine ON trials (id, status)",
+    "index that has our name": "CREATE INDEX idx_trials_device_id ON trials (hex(zeroblob(error)))",
+    "index of migrations": "CREATE UNIQUE INDEX idx__sqlite_migrations ON trials (id)",
+    "table that refers to ours": "CREATE TABLE mine (a REFERENCES claims ON DELETE SET NULL CHECK (a LIKE '%a%b%'))",
+    "virtual table": "CREATE VIRTUAL TABLE mine USING fts4(a)",
+}
+
+
+@pytest.mark.parametrize("statement", FOREIGN.values(), ids=FOREIGN)
+def test_what_would_take_part_in_writing_is_refused(statement: str, pack: Path) -> None:
+    edit(pack, "CREATE TABLE notes (text TEXT)", "DROP INDEX idx_trials_device_id", statement)
+    before = pack.read_bytes()
+    with pytest.raises(InvalidPackError, match=r"is none of our tables, indexes and views.*drop it if it is yours"):
+        TuningDatabase(pack)
+    assert pack.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("table", "old", "new"),
+    [
+        ("trials", "UNIQUE (kernel_id, problem_id, device_id)", "UNIQUE (status) ON CONFLICT REPLACE"),
+        ("claims", "REFERENCES sessions (id)", "REFERENCES sessions (id) ON DELETE CASCADE"),
+        ("devices", "name TEXT NOT NULL", "name TEXT CHECK (hex(zeroblob(1000000)) LIKE '%a%b%')"),
+    ],
+)
+def test_a_rule_that_is_none_of_ours_is_refused(table: str, old: str, new: str, pack: Path) -> None:
+    before = pack.read_bytes()
+    rewrite_schema(table, old, new.replace("'", "''"))(pack)
+    assert pack.read_bytes() != before
+    with pytest.raises(InvalidPackError, match=f"'{table}' is none of our tables"):
+        TuningDatabase(pack)
+
+
+def test_a_statement_that_calls_itself_a_table_is_taken_for_what_it_says(pack: Path) -> None:
+    trigger = "CREATE TRIGGER gone AFTER INSERT ON trials BEGIN DELETE FROM measurements; END"
+    lie = f"INSERT INTO sqlite_master VALUES ('table', 'gone', 'gone', 0, '{trigger}')"
+    edit(pack, "PRAGMA writable_schema = ON", lie)
+    with pytest.raises(DatabaseError):
+        TuningDatabase(pack)
+
+
+def test_a_table_that_somebody_added_is_left_alone(pack: Path) -> None:
+    edit(pack, "CREATE TABLE notes (text TEXT)", "INSERT INTO notes VALUES ('mine')", "ANALYZE")
+    with TuningDatabase(pack) as database:
+        database.save_trial(begin(database), ok_record())
+    assert scalars(pack, "SELECT text FROM notes") == ["mine"]

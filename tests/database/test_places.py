@@ -2,12 +2,15 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fa_autotune.database import SessionState, TuningDatabase
+from fa_autotune.database.reader import open_reader
 from fa_autotune.errors import DatabaseError
 from kit.tuning_samples import begin, fill, ok_record
 
@@ -85,8 +88,48 @@ def test_a_database_in_memory_has_no_place() -> None:
         database.save_trial(begin(database), ok_record())
 
 
-def test_a_pack_that_is_written_to_has_no_log(path: Path) -> None:
+def test_a_pack_that_is_written_to_has_a_log_from_then_on(path: Path) -> None:
     with TuningDatabase(path) as database:
         database.export(path.with_name("pack.db"))
     with TuningDatabase(path.with_name("pack.db")) as pack:
         pack.save_trial(begin(pack), ok_record())
+        path.with_name("pack.db-wal").unlink()
+        with pytest.raises(DatabaseError, match="-wal was deleted"):
+            pack.save_trial(begin(pack), ok_record())
+
+
+def test_the_log_of_a_link_is_that_of_its_file(path: Path, tmp_path: Path) -> None:
+    TuningDatabase(path).close()
+    (tmp_path / "link.db").symlink_to(path)
+    with TuningDatabase(tmp_path / "link.db") as database:
+        session = begin(database)
+        path.with_name("tuning.db-wal").unlink()
+        with pytest.raises(DatabaseError, match=r"folder/tuning\.db-wal was deleted"):
+            database.save_trial(session, ok_record())
+
+
+def test_a_link_that_leads_elsewhere_meanwhile_is_another_file(path: Path, tmp_path: Path) -> None:
+    TuningDatabase(path).close()
+    TuningDatabase(tmp_path / "other.db").close()
+    (tmp_path / "link.db").symlink_to(path)
+    with TuningDatabase(tmp_path / "link.db") as database:
+        session = begin(database)
+        (tmp_path / "link.db").unlink()
+        (tmp_path / "link.db").symlink_to(tmp_path / "other.db")
+        with pytest.raises(DatabaseError, match=r"link\.db was replaced"):
+            database.save_trial(session, ok_record())
+
+
+def test_a_file_that_is_written_to_keeps_its_locks_while_it_is_looked_at(path: Path) -> None:
+    """A process that closes any descriptor of a file loses its locks on it, and another would remove the log then."""
+    with TuningDatabase(path) as database:
+        session = begin(database)
+        for is_pack in (True, False):
+            open_reader(path, is_pack=is_pack).close()
+        with TuningDatabase(":memory:") as other, pytest.raises(DatabaseError, match="in use by this process"):
+            other.export(path)
+        look = "import sqlite3, sys; sqlite3.connect(sys.argv[1]).execute('SELECT 1 FROM trials').connection.close()"
+        subprocess.run([sys.executable, "-c", look, str(path)], check=True)
+        database.save_trial(session, ok_record())
+    with TuningDatabase(path, read_only=True) as database:
+        assert len(database.trials()) == 1

@@ -398,12 +398,31 @@ def test_a_wal_database_at_rest_in_a_folder_without_write_permission_is_read(pub
     assert outcome_in(public_folder, snapshot_of) == "1 ()"
 
 
-def test_a_wal_database_that_was_left_open_there_is_a_note(public_folder: Path) -> None:
-    with TuningDatabase(public_folder / "live.db") as database:
+def left_open(folder: Path) -> None:
+    with TuningDatabase(folder / "live.db") as database:
         fill(database)
         for suffix in ("", "-wal"):
-            shutil.copy(public_folder / f"live.db{suffix}", public_folder / f"tuning.db{suffix}")
+            shutil.copy(folder / f"live.db{suffix}", folder / f"tuning.db{suffix}")
+
+
+def test_a_wal_database_that_was_left_open_there_is_read(public_folder: Path) -> None:
+    left_open(public_folder)
+    assert outcome_in(public_folder, snapshot_of) == "1 ()"
+
+
+def test_a_large_one_that_was_left_open_there_is_a_note(public_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_MAX_COPY_BYTES", 0)
+    left_open(public_folder)
     assert "is a live database (WAL) in a folder that can't be written" in outcome_in(public_folder, snapshot_of)
+
+
+@pytest.mark.parametrize("source", Source)
+def test_a_pipe_beside_a_database_is_a_note_and_not_waited_for(tmp_path: Path, source: Source) -> None:
+    path = write_winners(tmp_path / "tuning.db", [ROW])
+    os.mkfifo(tmp_path / "tuning.db-journal")
+    found = load_snapshot(path, []) if source is Source.USER else read_pack(path)
+    assert found.rows == ()
+    assert "tuning.db-journal is no plain file" in found.notes[0]
 
 
 def test_a_folder_that_may_not_be_entered_is_a_note(public_folder: Path) -> None:

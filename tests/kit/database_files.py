@@ -1,6 +1,7 @@
 """Database files: looked into and changed past our own code, and written by other processes."""
 
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -50,6 +51,18 @@ def scalars(path: Path, statement: str) -> list[Any]:
     """The first column of what a statement finds."""
     with closing(sqlite3.connect(path)) as connection:
         return [row[0] for row in connection.execute(statement)]
+
+
+def save_and_leave_open(path: Path, *statements: str) -> None:
+    """Change a file as a process does that is killed then: what it saved stays in the log beside the file."""
+    live = path.with_name(f"live-{path.name}")
+    shutil.copy(path, live)
+    with closing(sqlite3.connect(live, isolation_level=None)) as connection:
+        for statement in ("PRAGMA journal_mode = wal", "PRAGMA ignore_check_constraints = ON", *statements):
+            connection.execute(statement)
+        for side in ("", "-wal"):
+            shutil.copy(f"{live}{side}", f"{path}{side}")
+    live.unlink()
 
 
 # --- other processes --------------------------------------------------------------------------------------------------

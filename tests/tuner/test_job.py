@@ -188,6 +188,17 @@ def test_only_the_variants_asked_for_are_searched(database):
     assert {candidate.variant for _, candidate in evaluator.screened} == {Variant.PORTABLE}
 
 
+def test_an_event_that_can_not_be_told_ends_no_job(database):
+    def on_event(event) -> None:
+        told.append(event)
+        raise BrokenPipeError
+
+    told: list[object] = []
+    summary = run([LONG], ReplayEvaluator(LANDSCAPE), database, on_event=on_event)
+    assert isinstance(told[-1], JobFinished)
+    assert summary.results[0].winners
+
+
 # --- other jobs on the same database ----------------------------------------------------------------------------------
 
 
