@@ -7,6 +7,7 @@ before contents, and a file is replaced as a whole or not at all.
 import errno
 import fcntl
 import os
+import re
 import secrets
 import stat
 import time
@@ -22,6 +23,8 @@ HEAD_BYTES = 512  # of a file, by which its kind is told
 _SIDE_FILES = ("-wal", "-shm", "-journal", ".lock")  # what lies beside a database while it is used
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _POLL_S = 0.02
+_DESCRIPTORS = re.compile(r"/proc/([0-9]+)(?:/task/[0-9]+)?/fd")  # where /dev/stdout, /dev/fd/N and their kin lead
+_MAX_LINKS = 40  # as the kernel has it
 
 
 # --- folders that are ours alone --------------------------------------------------------------------------------------
@@ -171,29 +174,60 @@ class OutputKind:
 def write_output(path: Path, content: bytes | str, kind: OutputKind, *, databases: Iterable[Path] = ()) -> None:
     """Write what a user asked for to the file that a user named, whole or not at all; see `output_path`.
 
-    What keeps nothing is written to as it is: a pipe, a terminal, /dev/null.
+    What keeps nothing is written to as it is: a pipe, a terminal, /dev/null. So is what is open already, such as
+    /dev/stdout: it would not be what is put in the place of its file.
     """
-    if _keeps_nothing(path):
+    data = content.encode() if isinstance(content, str) else content
+    if (descriptor := _own_descriptor(path, kind)) is not None:
+        _refuse_databases(path, kind, databases)
+        _write_through(descriptor, data, path)
+    elif _keeps_nothing(path):
         with path.open("wb") as stream:
-            stream.write(content.encode() if isinstance(content, str) else content)
-        return
-    target = output_path(path, kind, databases=databases)
-    mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666
-    write_whole(target, content, mode=mode)
+            stream.write(data)
+    else:
+        target = output_path(path, kind, databases=databases)
+        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666
+        write_whole(target, data, mode=mode)
+
+
+def _own_descriptor(path: Path, kind: OutputKind) -> int | None:
+    """The descriptor of this process that a path names, its links followed; None if it names none.
+
+    The kind's error for a file that another process has open.
+    """
+    step = os.fspath(path)
+    for _ in range(_MAX_LINKS):
+        folder, name = os.path.realpath(os.path.dirname(step) or os.curdir), os.path.basename(step)
+        if (found := _DESCRIPTORS.fullmatch(folder)) and re.fullmatch(r"[0-9]{1,9}", name):
+            if int(found[1]) == os.getpid():
+                return int(name)
+            if not _keeps_nothing(path):
+                raise kind.error(f"{path} is a file that another process has open; name the file itself")
+            return None
+        step = os.path.join(folder, name)
+        if not os.path.islink(step):
+            return None
+        step = os.path.join(folder, os.readlink(step))
+    return None
+
+
+def _write_through(descriptor: int, data: bytes, path: Path) -> None:
+    try:
+        with os.fdopen(os.dup(descriptor), "wb") as stream:
+            stream.write(data)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def output_path(path: Path, kind: OutputKind, *, databases: Iterable[Path] = ()) -> Path:
     """The file that a path names, its links followed, if a command may write it: it is new, empty, or of the kind.
 
-    Never one of `databases`, whether they are there or not, nor what lies beside a database. Else the kind's error.
+    Never one of `databases`, whether they are there or not, nor what lies beside a database, nor a file by a descriptor
+    through which it is open. Else the kind's error.
     """
-    target, kept = _real(path), [_real(database) for database in databases]
-    if any(target == database or _are_same_file(target, database) for database in kept):
-        raise kind.error(f"{path} is the tuning database in use, which is never written over; name another file")
-    for side in (side for side in _SIDE_FILES if target.name.endswith(side) and target.name != side):
-        beside = target.with_name(target.name.removesuffix(side))
-        if beside in kept or (beside.is_file() and _head(beside).startswith(SQLITE_MAGIC)):
-            raise kind.error(f"{path} is where SQLite keeps what belongs to {beside}; name another file")
+    if _own_descriptor(path, kind) is not None:
+        raise kind.error(f"{path} is a stream that is open already, not a file's name; name the file to write")
+    target = _refuse_databases(path, kind, databases)
     if not os.path.lexists(target):
         return target
     if not target.is_file():
@@ -202,6 +236,18 @@ def output_path(path: Path, kind: OutputKind, *, databases: Iterable[Path] = ())
     if head and not kind.is_one(head):
         found = "an SQLite database, not" if head.startswith(SQLITE_MAGIC) else "not"
         raise kind.error(f"{path} exists and is {found} {kind.name}; name a new file, or remove it first")
+    return target
+
+
+def _refuse_databases(path: Path, kind: OutputKind, databases: Iterable[Path]) -> Path:
+    """The file that a path names, unless it is one of these databases or lies beside one."""
+    target, kept = _real(path), [_real(database) for database in databases]
+    if any(target == database or _are_same_file(path, database) for database in kept):
+        raise kind.error(f"{path} is the tuning database in use, which is never written over; name another file")
+    for side in (side for side in _SIDE_FILES if target.name.endswith(side) and target.name != side):
+        beside = target.with_name(target.name.removesuffix(side))
+        if beside in kept or (beside.is_file() and _head(beside).startswith(SQLITE_MAGIC)):
+            raise kind.error(f"{path} is where SQLite keeps what belongs to {beside}; name another file")
     return target
 
 

@@ -323,6 +323,35 @@ class TestWriteOutput:
         assert (os.read(reader, 100), (tmp_path / "pipe").is_fifo()) == (b"Dear", True)
         os.close(reader)
 
+    @pytest.mark.parametrize("name", ["/dev/fd/{}", "/proc/self/fd/{}", "/proc/thread-self/fd/{}", "link"])
+    @pytest.mark.parametrize("found", [b"", b"their own "])  # as > and >> have it
+    def test_goes_through_what_is_open_already(self, name: str, found: bytes, tmp_path: Path) -> None:
+        """As /dev/stdout is: a file in the place of its file would not be the one that is open."""
+        (tmp_path / "file").write_bytes(found)
+        with (tmp_path / "file").open("ab", buffering=0) as held:
+            (tmp_path / "link").symlink_to(f"/dev/fd/{held.fileno()}")
+            write_output(tmp_path / name.format(held.fileno()), "Dear", LETTER)
+            held.write(b" after")
+        assert (tmp_path / "file").read_bytes() == found + b"Dear after"
+        assert names(tmp_path) == {"file", "link"}
+
+    def test_goes_through_no_descriptor_of_a_database(self, tmp_path: Path) -> None:
+        (tmp_path / "tuning.db").write_bytes(b"rows")
+        with (tmp_path / "tuning.db").open("ab") as held:
+            with pytest.raises(FaAutotuneError, match="is the tuning database in use"):
+                write_output(Path(f"/dev/fd/{held.fileno()}"), "Dear", LETTER, databases=[tmp_path / "tuning.db"])
+            with pytest.raises(FaAutotuneError, match="is a stream that is open already, not a file's name"):
+                output_path(Path(f"/dev/fd/{held.fileno()}"), LETTER)
+        assert (tmp_path / "tuning.db").read_bytes() == b"rows"
+
+    def test_of_a_descriptor_that_is_closed_or_another_process_has_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(OSError, match="Bad file descriptor: '/dev/fd/987654'"):
+            write_output(Path("/dev/fd/987654"), "Dear", LETTER)
+        with (tmp_path / "letter").open("w") as held, subprocess.Popen(["sleep", "60"], stdout=held) as other:
+            with pytest.raises(FaAutotuneError, match="is a file that another process has open; name the file itself"):
+                write_output(Path(f"/proc/{other.pid}/fd/1"), "Dear", LETTER)
+            other.kill()
+
     @pytest.mark.parametrize("kind", ["fifo", "device"])
     def test_gives_no_path_of_what_can_not_be_replaced(self, kind: str, tmp_path: Path) -> None:
         """For what is not written in one go, such as a pack."""

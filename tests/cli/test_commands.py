@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -13,17 +12,10 @@ import pytest
 from fa_autotune import __version__
 from fa_autotune.cli import main
 from fa_autotune.database import TuningDatabase
-from kit.command import run
+from kit.command import run, start
 from kit.tuning_samples import fill
 
 SHORT = "4x32x8x4096x4096x128,causal"
-
-
-def start(*arguments: str, stdout: Any, **environ: str) -> "subprocess.CompletedProcess[str]":
-    """The command in a process of its own."""
-    words = [sys.executable, "-c", "from fa_autotune.cli import main; main(prog_name='fa-autotune')", *arguments]
-    environ = {**os.environ, **environ}
-    return subprocess.run(words, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, env=environ)
 
 
 def leaves(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:

@@ -15,7 +15,7 @@ from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.config import PortableFwdConfig
 from fa_autotune.space.registry import variant_spec
 from fa_autotune.space.seeds import default_config
-from kit.command import run
+from kit.command import run, start
 from kit.winners import winner
 
 SHORT = "4x32x8x4096x4096x128,causal"
@@ -52,6 +52,13 @@ def test_render_writes_over_its_own_files_only(tmp_path: Path) -> None:
     done = run("render", "--problem", SHORT, "--output", path)  # JSON is no kernel
     assert (done.exit_code, "not a kernel that fa-autotune wrote" in done.stderr) == (2, True)
     assert path.read_bytes() == before
+
+
+def test_render_writes_through_a_stream_that_is_open_already(tmp_path: Path) -> None:
+    with (tmp_path / "kernel.py").open("w") as file:
+        start("render", "--problem", SHORT, "--output", "/dev/stdout", stdout=file)
+        file.write("after")
+    assert (tmp_path / "kernel.py").read_text() == run("render", "--problem", SHORT).stdout + "after"
 
 
 @pytest.mark.parametrize("exists", [True, False])
