@@ -88,6 +88,14 @@ def written_by_others(folder: Path) -> str | None:
     return None
 
 
+def is_writable(path: Path) -> bool:
+    """True if a file or folder can be written, or made where the first folder above it exists."""
+    if os.path.exists(path):  # as Path.exists, but false where a folder above may not be entered
+        return os.access(path, os.W_OK)
+    above = next(parent for parent in path.absolute().parents if os.path.exists(parent))
+    return above.is_dir() and os.access(above, os.W_OK | os.X_OK)
+
+
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 

@@ -106,21 +106,21 @@ def tune_job(
 ) -> TuneSummary:
     """Run a job; `find` and `open_evaluator` are for tests."""
     device, device_index = find(job.gpu_index)
-    with TuningDatabase(job.database or database_path()) as database:
-        problems = _problems(job, device, database)
-        with open_evaluator(device, device_index) as evaluator:
-            summary = search(
-                problems,
-                evaluator=evaluator,
-                database=database,
-                device=device,
-                toolchain=evaluator.toolchain,
-                budget=job.budget(device),
-                variants=job.variants,
-                resume=job.resume,
-                seed=job.seed,
-                on_event=on_event,
-            )
+    path = job.database or database_path()
+    problems = _problems(job, device, path)  # a job that is refused leaves no new database
+    with open_evaluator(device, device_index) as evaluator, TuningDatabase(path) as database:
+        summary = search(
+            problems,
+            evaluator=evaluator,
+            database=database,
+            device=device,
+            toolchain=evaluator.toolchain,
+            budget=job.budget(device),
+            variants=job.variants,
+            resume=job.resume,
+            seed=job.seed,
+            on_event=on_event,
+        )
         for result in summary.results:
             if result.winners:
                 database.clear_misses(device=device, problem=result.problem)
@@ -177,10 +177,12 @@ def parse_duration_s(text: str) -> float:
     return float(seconds)
 
 
-def _problems(job: TuneJob, device: DeviceSpec, database: TuningDatabase) -> list[AttentionProblem]:
+def _problems(job: TuneJob, device: DeviceSpec, path: Path) -> list[AttentionProblem]:
     problems = _of_passes(job.problems, job.passes)
     if job.missed:
-        problems += [miss.problem for miss in database.misses(device=device)]
+        if path.exists():
+            with TuningDatabase(path, read_only=True) as database:
+                problems += [miss.problem for miss in database.misses(device=device)]
         if not problems:
             raise InvalidProblemError(
                 f"no miss is recorded for {device.name}: either every call had a winner of its own, or the process "

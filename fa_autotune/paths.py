@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import platformdirs
@@ -42,7 +43,8 @@ def shipped_kernels_dir() -> Path:
 def database_path(environ: Mapping[str, str] = os.environ) -> Path:
     """The user's tuning database: FA_AUTOTUNE_DB, or `tuning.db` in the user data folder."""
     if chosen := environ.get("FA_AUTOTUNE_DB"):
-        return database_file(chosen)
+        with _naming("FA_AUTOTUNE_DB"):
+            return database_file(chosen)
     return _user_dir(platformdirs.user_data_dir, instead="FA_AUTOTUNE_DB") / "tuning.db"
 
 
@@ -57,7 +59,8 @@ def users_databases(environ: Mapping[str, str] = os.environ) -> list[Path]:
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """Folder of generated candidates and compiled kernels: FA_AUTOTUNE_CACHE, or the user cache folder."""
     if chosen := environ.get("FA_AUTOTUNE_CACHE"):
-        return expanded(chosen)
+        with _naming("FA_AUTOTUNE_CACHE"):
+            return expanded(chosen)
     return _user_dir(platformdirs.user_cache_dir, instead="FA_AUTOTUNE_CACHE")
 
 
@@ -100,6 +103,14 @@ def interpreting(environ: Mapping[str, str] = os.environ) -> bool:
 def c_compiler(environ: Mapping[str, str] = os.environ) -> str | None:
     """The C compiler with which Triton builds its launchers, found in its own order: CC, gcc, clang."""
     return next(filter(None, map(shutil.which, [environ["CC"]] if "CC" in environ else ["gcc", "clang"])), None)
+
+
+@contextmanager
+def _naming(variable: str) -> Iterator[None]:
+    try:
+        yield
+    except FaAutotuneError as error:
+        raise FaAutotuneError(f"{variable}: {error}") from None
 
 
 def _user_dir(find: Callable[[str], str], *, instead: str) -> Path:

@@ -1,7 +1,6 @@
 """`fa-autotune bench`: our kernels beside other libraries on the same problems, as a table and as files."""
 
 import json
-import os
 import re
 import shlex
 from collections import Counter
@@ -16,7 +15,7 @@ from fa_autotune.cli.problem_options import named_problems, problem_options
 from fa_autotune.cli.terminal import print_table, say
 from fa_autotune.cli.values import WholeNumber
 from fa_autotune.errors import FaAutotuneError
-from fa_autotune.files import write_whole
+from fa_autotune.files import is_writable, write_whole
 from fa_autotune.problem.models import default_problems
 from fa_autotune.problem.problem import AttentionProblem
 
@@ -64,7 +63,7 @@ def bench_command(
     problems = named_problems(**named) or default_problems()
     peers = [word.strip() for word in against.split(",") if word.strip()]
     if output is not None:
-        _make_folder(output)
+        _require_folder(output)
     from fa_autotune.benchmark.bench import bench
 
     run: Callable[..., BenchReport] = ctx.obj or bench
@@ -165,15 +164,10 @@ def _command_line(ctx: click.Context) -> str:
     return shlex.join(words)
 
 
-def _make_folder(folder: Path) -> None:
-    """Fail before measuring rather than after."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        reason = None if os.access(folder, os.W_OK) else "it is not writable"
-    except OSError as error:
-        reason = error.strerror
-    if reason:
-        raise FaAutotuneError(f"--output {folder} can't take results: {reason}; name another folder")
+def _require_folder(folder: Path) -> None:
+    """Fail before measuring rather than after; the folder is made when there is something to put in it."""
+    if not is_writable(folder) or (folder.exists() and not folder.is_dir()):
+        raise FaAutotuneError(f"--output {folder} can't take results: it can't be written; name another folder")
 
 
 def _write(folder: Path, report: "BenchReport", document: str, text: str) -> list[Path]:
@@ -183,6 +177,7 @@ def _write(folder: Path, report: "BenchReport", document: str, text: str) -> lis
     while any((folder / f"{name}{suffix}").exists() for suffix in (".json", ".md")):
         count += 1
         name = f"{stem}-{count}"
+    folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.json", folder / f"{name}.md"]
     for path, content in zip(paths, (document + "\n", text), strict=True):
         write_whole(path, content)

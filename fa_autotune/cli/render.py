@@ -117,13 +117,15 @@ def render_call(problem: str, candidate: Candidate) -> str:
 def write_winners() -> list[Path]:
     """Make the checkout's kernels_generated/ hold the kernels of the packs' winners and no other, and their index."""
     from fa_autotune.dispatch.shipped_kernels import write_shipped
-    from fa_autotune.dispatch.winners import Source, load_snapshot
+    from fa_autotune.dispatch.winners import load_snapshot
 
     folder = paths.shipped_kernels_dir()
     if not folder.is_dir():
         raise FaAutotuneError(f"{folder} is not there: --winners is for a checkout; give --problem to print a kernel")
-    snapshot = load_snapshot(paths.database_path(), paths.pack_paths())
-    return write_shipped([row for row in snapshot.rows if row.source is Source.PACK], folder)
+    snapshot = load_snapshot(None, paths.pack_paths())
+    if snapshot.notes:  # the kernels of what can't be read would be taken away
+        raise FaAutotuneError(f"nothing was written, since not all winners can be read: {'; '.join(snapshot.notes)}")
+    return write_shipped(snapshot.rows, folder)
 
 
 def read_config(text: str, *, spec: VariantSpec, family: AttentionFamily, arch: str) -> KernelConfig:

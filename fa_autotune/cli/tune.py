@@ -286,12 +286,12 @@ def _row(progress: _Progress, result: "ProblemResult") -> list[str]:
 
 
 def _closing(progress: _Progress, database: Path | None) -> str:
-    from fa_autotune.paths import database_path
+    from fa_autotune.paths import users_databases
 
     won = sum(bool(result.winners) for result in progress.results)
     text = f"{won} of {progress.total} problems have winners in {database}; {progress.evaluated} candidates were tried."
     if won:
-        where = "" if database == database_path() else f" --db {shlex.quote(str(database))}"
+        where = "" if [database] == users_databases() else f" --db {shlex.quote(str(database))}"
         text += f" `fa-autotune db winners{where}` shows them."
     if progress.state == "interrupted":
         usable = "The winners are usable now; the" if won else "The"

@@ -100,13 +100,25 @@ def test_render_refuses_a_config_with_the_rule(config: str, says: str) -> None:
 
 def test_render_writes_exactly_the_winners_of_the_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = replace(winner(path=tmp_path / "pack.db"), source=Source.PACK)
-    mine = replace(row, source=Source.USER, problem=AttentionProblem.parse("1x1x1x64x64x64"))
+    read: dict[Path | None, Snapshot] = {None: Snapshot(rows=(row,))}  # none of the user's
+    monkeypatch.setenv("FA_AUTOTUNE_DB", ":memory:")  # a database that is not used need not be usable
     monkeypatch.setattr("fa_autotune.paths.shipped_kernels_dir", lambda: tmp_path)
-    monkeypatch.setattr("fa_autotune.dispatch.winners.load_snapshot", lambda *_: Snapshot(rows=(row, mine)))
+    monkeypatch.setattr("fa_autotune.dispatch.winners.load_snapshot", lambda user_path, _: read[user_path])
     kernel, index = map(Path, json.loads(run("render", "--winners", "--json").stdout))
     assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == [index, kernel]
     assert kernel.read_text() == render(row.candidate).text
     assert kernel.relative_to(tmp_path).as_posix() in index.read_text()
+
+
+def test_render_takes_no_kernel_away_since_a_pack_can_not_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fa_autotune.paths.shipped_kernels_dir", lambda: tmp_path)
+    monkeypatch.setattr("fa_autotune.paths.pack_paths", lambda: [tmp_path / "gone.db"])
+    done = run("render", "--winners")
+    assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])
+    assert "nothing was written, since not all winners can be read" in done.stderr
+    assert "gone.db is not used: " in done.stderr
 
 
 def test_render_writes_winners_in_a_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
