@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from datetime import datetime
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -77,8 +78,8 @@ def info_command(*, path: Path | None, as_json: bool) -> None:
     for chain in info.toolchains:
         say(f"toolchain: triton {chain.triton}, cuda {chain.cuda or '–'}, driver {chain.driver or '–'}")
     if last := info.last_session:
-        started = f"{last.started_at:%Y-%m-%d %H:%M} UTC"
-        say(f"last session: {last.kind}, {last.state}, started {started} on {last.device_fingerprint}")
+        started = f"started {_minute(last.started_at)} UTC"
+        say(f"last session: {last.kind}, {last.state}, {started} on {last.device_fingerprint}")
 
 
 @db_group.command("path")
@@ -224,18 +225,17 @@ def misses_command(*, clear: bool, device_name: str | None, path: Path | None, a
 
     `fa-autotune tune --missed` tunes them.
     """
-    with closing(_open(path, writable=clear)) as database:
+    with closing(_open(path)) as database:
         (device,) = _devices(database, device_name, required=True)
         misses = database.misses(device=device)
-        if clear:
-            database.clear_misses(device=device)
     if as_json:
         _print_json({"misses": misses})
-        return
-    rows = [
-        [miss.count, miss.problem.label, miss.device_fingerprint, f"{miss.last_seen:%Y-%m-%d %H:%M}"] for miss in misses
-    ]
-    print_table(["count", "problem", "device", "last seen, UTC"], rows, common=["device"])
+    else:
+        rows = [[miss.count, miss.problem.label, miss.device_fingerprint, _minute(miss.last_seen)] for miss in misses]
+        print_table(["count", "problem", "device", "last seen, UTC"], rows, common=["device"])
+    if clear:
+        with closing(_open(path, writable=True)) as database:
+            database.clear_misses(device=device)
 
 
 @db_group.command("export")
@@ -292,14 +292,16 @@ def merge_command(*, target: Path, sources: Sequence[Path], as_json: bool) -> No
 
 
 def _import(path: Path, sources: Sequence[Path], *, as_json: bool) -> None:
-    summaries: list[tuple[Path, ImportSummary]] = []
+    from fa_autotune.database import Pack
+
+    packs = [Pack.read(source) for source in sources]  # before a database is made for them
     with closing(_open(path, writable=True)) as database:
-        for source in sources:
-            summaries.append((source, database.import_pack(source)))
-            if not as_json:
-                click.echo(f"{source}: {_summary(summaries[-1][1])}")
+        summaries = list(zip(sources, database.import_packs(packs), strict=True))
     if as_json:
         _print_json({"path": path, "imports": [{"source": source, **_plain(found)} for source, found in summaries]})
+        return
+    for source, found in summaries:
+        click.echo(f"{source}: {_summary(found)}")
 
 
 def _summary(found: "ImportSummary") -> str:
@@ -374,6 +376,10 @@ def _winner_cells(source: str, winner: "Winner") -> list[object]:
         _shown(winner.max_error_ratio, ".2f"),
         f"{winner.confirmed_at:%Y-%m-%d}",
     ]
+
+
+def _minute(moment: datetime) -> str:
+    return f"{moment:%Y-%m-%d %H:%M}"
 
 
 def _trial_cells(trial: "StoredTrial") -> list[object]:
