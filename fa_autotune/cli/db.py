@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from fa_autotune.cli.terminal import print_table, say
-from fa_autotune.cli.values import DatabaseFile, WholeNumber
+from fa_autotune.cli.terminal import echo, echo_path, print_table, say, shown
+from fa_autotune.cli.values import DatabaseFile, FilePath, WholeNumber
 from fa_autotune.errors import DatabaseError
 from fa_autotune.paths import database_path, pack_paths
 from fa_autotune.problem.device import INTERPRETER_ARCH
@@ -89,7 +89,7 @@ def path_command(*, as_json: bool) -> None:
     if as_json:
         _print_json({"path": database_path(), "exists": database_path().exists()})
         return
-    click.echo(database_path())
+    echo_path(database_path())
 
 
 @db_group.command("winners")
@@ -120,7 +120,7 @@ def winners_command(
         _print_json({"winners": [{"source": source, **_plain(winner)} for source, winner in found]})
         return
     if not found:
-        click.echo("none")
+        echo("none")
     for _, rows in groupby(found, key=lambda row: (row[0], row[1].device_fingerprint)):
         print_table(
             ["device", "triton", "from", "problem", "variant", "config", *_TIMES, *_RESOURCES, "error", "confirmed"],
@@ -239,7 +239,7 @@ def misses_command(*, clear: bool, device_name: str | None, path: Path | None, a
 
 
 @db_group.command("export")
-@click.argument("target", type=click.Path(path_type=Path), required=False)
+@click.argument("target", type=FilePath(), required=False)
 @click.option("--all", "everything", is_flag=True, help="Every trial, not only the winners and their finalists.")
 @click.option("--text", is_flag=True, help="Write sorted JSON text, for reviews in a diff, instead of a pack.")
 @_options(_device_option, _db_option, _json_option)
@@ -256,7 +256,7 @@ def export_command(
         (device,) = _devices(database, device_name, required=True)
         if text:
             if target is None:
-                click.echo(database.export_json(device=device, winners_only=not everything), nl=False)
+                echo(database.export_json(device=device, winners_only=not everything), nl=False)
                 return
             count = database.write_json(target, device=device, winners_only=not everything)
         else:
@@ -265,11 +265,11 @@ def export_command(
     if as_json:
         _print_json({"path": target, "trials": count})
         return
-    click.echo(f"wrote {target}: {count} trials")
+    echo(f"wrote {shown(target)}: {count} trials", err=True)  # the target may be what stdout is
 
 
 @db_group.command("import")
-@click.argument("sources", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="PACK...")
+@click.argument("sources", type=FilePath(), nargs=-1, required=True, metavar="PACK...")
 @_options(_db_option, _json_option)
 def import_command(*, sources: Sequence[Path], path: Path | None, as_json: bool) -> None:
     """Add packs to the database.
@@ -281,7 +281,7 @@ def import_command(*, sources: Sequence[Path], path: Path | None, as_json: bool)
 
 @db_group.command("merge")
 @click.argument("target", type=DatabaseFile())
-@click.argument("sources", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="SOURCE...")
+@click.argument("sources", type=FilePath(), nargs=-1, required=True, metavar="SOURCE...")
 @_options(_json_option)
 def merge_command(*, target: Path, sources: Sequence[Path], as_json: bool) -> None:
     """Add the trials of several databases to one.
@@ -301,7 +301,7 @@ def _import(path: Path, sources: Sequence[Path], *, as_json: bool) -> None:
         _print_json({"path": path, "imports": [{"source": source, **_plain(found)} for source, found in summaries]})
         return
     for source, found in summaries:
-        click.echo(f"{source}: {_summary(found)}")
+        echo(f"{shown(source)}: {_summary(found)}")
 
 
 def _summary(found: "ImportSummary") -> str:
@@ -446,4 +446,4 @@ def _plain(value: object) -> dict[str, Any]:
 def _print_json(value: object) -> None:
     from fa_autotune.database import to_json
 
-    click.echo(json.dumps(to_json(value), indent=2))
+    echo(json.dumps(to_json(value), indent=2))

@@ -18,7 +18,7 @@ from typing import TypeAlias, TypeVar
 import click
 
 from fa_autotune import __version__, paths
-from fa_autotune.cli.terminal import say
+from fa_autotune.cli.terminal import echo, say
 from fa_autotune.dispatch.winners import Snapshot, Source, load_snapshot
 from fa_autotune.errors import FaAutotuneError
 from fa_autotune.files import is_writable, written_by_others
@@ -147,9 +147,10 @@ def doctor_command(ctx: click.Context, *, as_json: bool) -> None:
 
     Exit code 0 if attention runs on this machine, tuned or not; 1 if it does not.
     """
+    paths.require_working_folder()
     report = examine(look_round())
     if as_json:
-        click.echo(json.dumps(asdict(report), indent=2))
+        echo(json.dumps(asdict(report), indent=2))
     else:
         say("\n".join(show(report)))
     if report.verdict is Verdict.BROKEN:

@@ -5,7 +5,6 @@ is executed: our own statements read plain columns of ordinary tables, without i
 limits on time and size. A row counts if `rows` parses it and all that it refers to.
 """
 
-import shlex
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from fa_autotune.database.rows import (
 from fa_autotune.database.schema import APPLICATION_ID, SCHEMA_VERSION
 from fa_autotune.database.sqlite_errors import BUSY_TIMEOUT_S, needs_writing_beside, translated
 from fa_autotune.errors import DatabaseError, InvalidPackError, SchemaTooNewError
+from fa_autotune.paths import shell_command
 from fa_autotune.problem.device import DeviceSpec, Toolchain
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import Role, TrialRecord, TrialStatus
@@ -265,7 +265,7 @@ def _connect_read_only(path: Path, *, is_pack: bool, busy_s: float, limit_s: flo
                 raise DatabaseError(
                     f"{path} {why} a folder that can't be written, so it does not open; on a machine that can write "
                     "there, turn it into a pack: "
-                    f"`fa-autotune db export PACK --all --db {shlex.quote(str(path))}`"
+                    f"`{shell_command(['fa-autotune', 'db', 'export', 'PACK', '--all', '--db', path])}`"
                 ) from None
         except BaseException:
             reader.close()
