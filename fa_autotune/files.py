@@ -186,9 +186,9 @@ def write_output(path: Path, content: bytes | str, kind: OutputKind, *, database
     /dev/stdout: it would not be what is put in the place of its file.
     """
     data = content.encode() if isinstance(content, str) else content
-    if (descriptor := _own_descriptor(path, kind)) is not None:
+    if (found := open_stream(path)) is not None:
         _refuse_databases(path, kind, databases)
-        _write_through(descriptor, data, path)
+        _write_through(found, data, path, kind)
     elif _keeps_nothing(path):
         with path.open("wb") as stream:
             stream.write(data)
@@ -198,20 +198,13 @@ def write_output(path: Path, content: bytes | str, kind: OutputKind, *, database
         write_whole(target, data, mode=mode)
 
 
-def _own_descriptor(path: Path, kind: OutputKind) -> int | None:
-    """The descriptor of this process that a path names, its links followed; None if it names none.
-
-    The kind's error for a file that another process has open.
-    """
+def open_stream(path: Path) -> tuple[int, int] | None:
+    """The process and its descriptor that a path names, as /dev/stdout does, its links followed; else None."""
     step = os.fspath(path)
     for _ in range(_MAX_LINKS):
         folder, name = os.path.realpath(os.path.dirname(step) or os.curdir), os.path.basename(step)
         if (found := _DESCRIPTORS.fullmatch(folder)) and re.fullmatch(r"[0-9]{1,9}", name):
-            if int(found[1]) == os.getpid():
-                return int(name)
-            if not _keeps_nothing(path):
-                raise kind.error(f"{path} is a file that another process has open; name the file itself")
-            return None
+            return int(found[1]), int(name)
         step = os.path.join(folder, name)
         if not os.path.islink(step):
             return None
@@ -219,9 +212,15 @@ def _own_descriptor(path: Path, kind: OutputKind) -> int | None:
     return None
 
 
-def _write_through(descriptor: int, data: bytes, path: Path) -> None:
+def _write_through(found: tuple[int, int], data: bytes, path: Path, kind: OutputKind) -> None:
+    process, descriptor = found
+    is_ours = process == os.getpid()
+    if not is_ours and not _keeps_nothing(path):
+        raise kind.error(f"{path} is a file that another process has open; name the file itself")
+    if path.is_file() and _head(path).startswith(SQLITE_MAGIC):
+        raise kind.error(f"{path} is an SQLite database that is open, which is never written to; name a new file")
     try:
-        with os.fdopen(os.dup(descriptor), "wb") as stream:
+        with os.fdopen(os.dup(descriptor), "wb") if is_ours else path.open("wb") as stream:
             stream.write(data)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
@@ -233,7 +232,7 @@ def output_path(path: Path, kind: OutputKind, *, databases: Iterable[Path] = ())
     Never one of `databases`, whether they are there or not, nor what lies beside a database, nor a file by a descriptor
     through which it is open. Else the kind's error.
     """
-    if _own_descriptor(path, kind) is not None:
+    if open_stream(path) is not None:
         raise kind.error(f"{path} is a stream that is open already, not a file's name; name the file to write")
     target = _refuse_databases(path, kind, databases)
     if not os.path.lexists(target):

@@ -11,7 +11,7 @@ from pathlib import Path
 import platformdirs
 
 from fa_autotune.errors import FaAutotuneError
-from fa_autotune.files import own_folder
+from fa_autotune.files import open_stream, own_folder
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -129,7 +129,10 @@ def database_file(path: Path | str) -> Path:
     text = str(path)
     if not text.strip() or text == ":memory:" or text.startswith("file:"):
         raise FaAutotuneError(f"{text!r} is not the path of a file; name a database such as ./tuning.db")
-    return expanded(path)
+    found = expanded(path)
+    if open_stream(found) is not None:  # what is printed there would go into the database
+        raise FaAutotuneError(f"{text} is a stream that is open already, not a file's name; name the file itself")
+    return found
 
 
 def forget_sizes_of_no_terminal(environ: MutableMapping[str, str] = os.environ) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from fa_autotune.errors import DatabaseError, FaAutotuneError, MachineError
 from fa_autotune.files import (
+    SQLITE_MAGIC,
     OutputKind,
     holds,
     locked,
@@ -343,6 +344,16 @@ class TestWriteOutput:
             with pytest.raises(FaAutotuneError, match="is a stream that is open already, not a file's name"):
                 output_path(Path(f"/dev/fd/{held.fileno()}"), LETTER)
         assert (tmp_path / "tuning.db").read_bytes() == b"rows"
+
+    def test_goes_through_no_descriptor_of_any_sqlite_file(self, tmp_path: Path) -> None:
+        """As `>>` and `<>` have it; `>` has emptied it already."""
+        (tmp_path / "any.db").write_bytes(SQLITE_MAGIC)
+        with (
+            (tmp_path / "any.db").open("ab") as held,
+            pytest.raises(FaAutotuneError, match="is an SQLite database that is open, which is never written to"),
+        ):
+            write_output(Path(f"/dev/fd/{held.fileno()}"), "Dear", LETTER)
+        assert (tmp_path / "any.db").read_bytes() == SQLITE_MAGIC
 
     def test_of_a_descriptor_that_is_closed_or_another_process_has_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(OSError, match="Bad file descriptor: '/dev/fd/987654'"):
