@@ -7,6 +7,7 @@ before contents, and a file is replaced as a whole or not at all.
 import errno
 import fcntl
 import os
+import re
 import secrets
 import stat
 import time
@@ -23,6 +24,8 @@ SQLITE_SIDES = ("-wal", "-shm", "-journal")  # what SQLite keeps beside a databa
 _SIDE_FILES = (*SQLITE_SIDES, ".lock")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _POLL_S = 0.02
+_DESCRIPTORS = re.compile(r"/proc/([0-9]+)(?:/task/[0-9]+)?/fd")  # where /dev/stdout, /dev/fd/N and their kin lead
+_MAX_LINKS = 40  # as the kernel has it
 
 
 # --- folders that are ours alone --------------------------------------------------------------------------------------
@@ -84,6 +87,14 @@ def written_by_others(folder: Path) -> str | None:
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             return f"{above}, above {folder}, can be written by everybody (mode {stat.S_IMODE(mode):04o}; chmod +t)"
     return None
+
+
+def is_writable(path: Path) -> bool:
+    """True if a file or folder can be written, or made where the first folder above it exists."""
+    if os.path.exists(path):  # as Path.exists, but false where a folder above may not be entered
+        return os.access(path, os.W_OK)
+    above = next(parent for parent in path.absolute().parents if os.path.exists(parent))
+    return above.is_dir() and os.access(above, os.W_OK | os.X_OK)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -177,29 +188,59 @@ class OutputKind:
 def write_output(path: Path, content: bytes | str, kind: OutputKind, *, databases: Iterable[Path] = ()) -> None:
     """Write what a user asked for to the file that a user named, whole or not at all; see `output_path`.
 
-    What keeps nothing is written to as it is: a pipe, a terminal, /dev/null.
+    What keeps nothing is written to as it is: a pipe, a terminal, /dev/null. So is what is open already, such as
+    /dev/stdout: it would not be what is put in the place of its file.
     """
-    if _keeps_nothing(path):
+    data = content.encode() if isinstance(content, str) else content
+    if (found := open_stream(path)) is not None:
+        _refuse_databases(path, kind, databases)
+        _write_through(found, data, path, kind)
+    elif _keeps_nothing(path):
         with path.open("wb") as stream:
-            stream.write(content.encode() if isinstance(content, str) else content)
-        return
-    target = output_path(path, kind, databases=databases)
-    mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666
-    write_whole(target, content, mode=mode)
+            stream.write(data)
+    else:
+        target = output_path(path, kind, databases=databases)
+        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666
+        write_whole(target, data, mode=mode)
+
+
+def open_stream(path: Path) -> tuple[int, int] | None:
+    """The process and its descriptor that a path names, as /dev/stdout does, its links followed; else None."""
+    step = os.fspath(path)
+    for _ in range(_MAX_LINKS):
+        folder, name = os.path.realpath(os.path.dirname(step) or os.curdir), os.path.basename(step)
+        if (found := _DESCRIPTORS.fullmatch(folder)) and re.fullmatch(r"[0-9]{1,9}", name):
+            return int(found[1]), int(name)
+        step = os.path.join(folder, name)
+        if not os.path.islink(step):
+            return None
+        step = os.path.join(folder, os.readlink(step))
+    return None
+
+
+def _write_through(found: tuple[int, int], data: bytes, path: Path, kind: OutputKind) -> None:
+    process, descriptor = found
+    is_ours = os.path.realpath("/proc/self") == f"/proc/{process}"  # by the numbers of that /proc
+    if not is_ours and not _keeps_nothing(path):
+        raise kind.error(f"{path} is a file that another process has open; name the file itself")
+    if path.is_file() and _head(path).startswith(SQLITE_MAGIC):
+        raise kind.error(f"{path} is an SQLite database that is open, which is never written to; name a new file")
+    try:
+        with os.fdopen(os.dup(descriptor), "wb") if is_ours else path.open("wb") as stream:
+            stream.write(data)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def output_path(path: Path, kind: OutputKind, *, databases: Iterable[Path] = ()) -> Path:
     """The file that a path names, its links followed, if a command may write it: it is new, empty, or of the kind.
 
-    Never one of `databases`, whether they are there or not, nor what lies beside a database. Else the kind's error.
+    Never one of `databases`, whether they are there or not, nor what lies beside a database, nor a file by a descriptor
+    through which it is open. Else the kind's error.
     """
-    target, kept = real_path(path), [real_path(database) for database in databases]
-    if any(target == database or _are_same_file(target, database) for database in kept):
-        raise kind.error(f"{path} is the tuning database in use, which is never written over; name another file")
-    for side in (side for side in _SIDE_FILES if target.name.endswith(side) and target.name != side):
-        beside = target.with_name(target.name.removesuffix(side))
-        if beside in kept or (beside.is_file() and _head(beside).startswith(SQLITE_MAGIC)):
-            raise kind.error(f"{path} is where SQLite keeps what belongs to {beside}; name another file")
+    if open_stream(path) is not None:
+        raise kind.error(f"{path} is a stream that is open already, not a file's name; name the file to write")
+    target = _refuse_databases(path, kind, databases)
     if not os.path.lexists(target):
         return target
     if not target.is_file():
@@ -208,6 +249,18 @@ def output_path(path: Path, kind: OutputKind, *, databases: Iterable[Path] = ())
     if head and not kind.is_one(head):
         found = "an SQLite database, not" if head.startswith(SQLITE_MAGIC) else "not"
         raise kind.error(f"{path} exists and is {found} {kind.name}; name a new file, or remove it first")
+    return target
+
+
+def _refuse_databases(path: Path, kind: OutputKind, databases: Iterable[Path]) -> Path:
+    """The file that a path names, unless it is one of these databases or lies beside one."""
+    target, kept = real_path(path), [real_path(database) for database in databases]
+    if any(target == database or _are_same_file(path, database) for database in kept):
+        raise kind.error(f"{path} is the tuning database in use, which is never written over; name another file")
+    for side in (side for side in _SIDE_FILES if target.name.endswith(side) and target.name != side):
+        beside = target.with_name(target.name.removesuffix(side))
+        if beside in kept or (beside.is_file() and _head(beside).startswith(SQLITE_MAGIC)):
+            raise kind.error(f"{path} is where SQLite keeps what belongs to {beside}; name another file")
     return target
 
 

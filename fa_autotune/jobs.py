@@ -6,7 +6,7 @@ results are stored under the device `interpreter`, which no GPU ever uses.
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -108,22 +108,22 @@ def tune_job(
 ) -> TuneSummary:
     """Run a job; `find` and `open_evaluator` are for tests."""
     device, device_index = find(job.gpu_index)
-    with TuningDatabase(job.database or database_path()) as database:
-        problems = _problems(job, device, database)
-        with open_evaluator(device, device_index) as evaluator:
-            summary = search(
-                problems,
-                evaluator=evaluator,
-                database=database,
-                device=device,
-                toolchain=evaluator.toolchain,
-                budget=job.budget(device),
-                variants=job.variants,
-                resume=job.resume,
-                recheck=job.recheck,
-                seed=job.seed,
-                on_event=on_event,
-            )
+    path = job.database or database_path()
+    problems = _problems(job, device, path)  # a job that is refused leaves no new database
+    with open_evaluator(device, device_index) as evaluator, TuningDatabase(path) as database:
+        summary = search(
+            problems,
+            evaluator=evaluator,
+            database=database,
+            device=device,
+            toolchain=evaluator.toolchain,
+            budget=job.budget(device),
+            variants=job.variants,
+            resume=job.resume,
+            recheck=job.recheck,
+            seed=job.seed,
+            on_event=on_event,
+        )
         for result in summary.results:
             if result.winners:
                 database.clear_misses(device=device, problem=result.problem)
@@ -180,17 +180,21 @@ def parse_duration_s(text: str) -> float:
     return float(seconds)
 
 
-def _problems(job: TuneJob, device: DeviceSpec, database: TuningDatabase) -> list[AttentionProblem]:
+def _problems(job: TuneJob, device: DeviceSpec, path: Path) -> list[AttentionProblem]:
     problems = _of_passes(job.problems, job.passes)
+    stored = TuningDatabase(path, read_only=True) if (job.missed or job.recheck) and path.exists() else None
+    with stored or nullcontext():
+        misses = stored.misses(device=device) if stored else []
+        winners = stored.winners(device=device) if stored else []
     if job.missed:
-        problems += [miss.problem for miss in database.misses(device=device)]
+        problems += [miss.problem for miss in misses]
         if not problems:
             raise InvalidProblemError(
                 f"no miss is recorded for {device.name}: either every call had a winner of its own, or the process "
                 "that called attention has not ended yet"
             )
     if job.recheck and not problems:
-        problems = list(dict.fromkeys(winner.problem for winner in database.winners(device=device)))
+        problems = list(dict.fromkeys(winner.problem for winner in winners))
         if not problems:
             raise InvalidProblemError(
                 f"the database has no winner on {device.name} to measure again; import a pack with `fa-autotune db "

@@ -18,6 +18,7 @@ import pytest
 
 from fa_autotune.errors import DatabaseError, FaAutotuneError, MachineError
 from fa_autotune.files import (
+    SQLITE_MAGIC,
     OutputKind,
     holds,
     locked,
@@ -322,6 +323,45 @@ class TestWriteOutput:
         write_output(tmp_path / "pipe", "Dear", LETTER)
         assert (os.read(reader, 100), (tmp_path / "pipe").is_fifo()) == (b"Dear", True)
         os.close(reader)
+
+    @pytest.mark.parametrize("name", ["/dev/fd/{}", "/proc/self/fd/{}", "/proc/thread-self/fd/{}", "link"])
+    @pytest.mark.parametrize("found", [b"", b"their own "])  # as > and >> have it
+    def test_goes_through_what_is_open_already(self, name: str, found: bytes, tmp_path: Path) -> None:
+        """As /dev/stdout is: a file in the place of its file would not be the one that is open."""
+        (tmp_path / "file").write_bytes(found)
+        with (tmp_path / "file").open("ab", buffering=0) as held:
+            (tmp_path / "link").symlink_to(f"/dev/fd/{held.fileno()}")
+            write_output(tmp_path / name.format(held.fileno()), "Dear", LETTER)
+            held.write(b" after")
+        assert (tmp_path / "file").read_bytes() == found + b"Dear after"
+        assert names(tmp_path) == {"file", "link"}
+
+    def test_goes_through_no_descriptor_of_a_database(self, tmp_path: Path) -> None:
+        (tmp_path / "tuning.db").write_bytes(b"rows")
+        with (tmp_path / "tuning.db").open("ab") as held:
+            with pytest.raises(FaAutotuneError, match="is the tuning database in use"):
+                write_output(Path(f"/dev/fd/{held.fileno()}"), "Dear", LETTER, databases=[tmp_path / "tuning.db"])
+            with pytest.raises(FaAutotuneError, match="is a stream that is open already, not a file's name"):
+                output_path(Path(f"/dev/fd/{held.fileno()}"), LETTER)
+        assert (tmp_path / "tuning.db").read_bytes() == b"rows"
+
+    def test_goes_through_no_descriptor_of_any_sqlite_file(self, tmp_path: Path) -> None:
+        """As `>>` and `<>` have it; `>` has emptied it already."""
+        (tmp_path / "any.db").write_bytes(SQLITE_MAGIC)
+        with (
+            (tmp_path / "any.db").open("ab") as held,
+            pytest.raises(FaAutotuneError, match="is an SQLite database that is open, which is never written to"),
+        ):
+            write_output(Path(f"/dev/fd/{held.fileno()}"), "Dear", LETTER)
+        assert (tmp_path / "any.db").read_bytes() == SQLITE_MAGIC
+
+    def test_of_a_descriptor_that_is_closed_or_another_process_has_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(OSError, match="Bad file descriptor: '/dev/fd/987654'"):
+            write_output(Path("/dev/fd/987654"), "Dear", LETTER)
+        with (tmp_path / "letter").open("w") as held, subprocess.Popen(["sleep", "60"], stdout=held) as other:
+            with pytest.raises(FaAutotuneError, match="is a file that another process has open; name the file itself"):
+                write_output(Path(f"/proc/{other.pid}/fd/1"), "Dear", LETTER)
+            other.kill()
 
     @pytest.mark.parametrize("kind", ["fifo", "device"])
     def test_gives_no_path_of_what_can_not_be_replaced(self, kind: str, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from fa_autotune.database import Miss, TuningDatabase
 from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
-from fa_autotune.jobs import TuneJob, find_device, parse_duration_s, tune
+from fa_autotune.jobs import TuneJob, find_device, parse_duration_s, tune, tune_job
 from fa_autotune.problem.device import INTERPRETER, KNOWN_DEVICES
 from fa_autotune.problem.family import DType
 from fa_autotune.problem.models import default_problems, tiny_problems
@@ -55,6 +55,20 @@ def test_a_gpu_gets_96_trials_and_8_finalists():
 def test_without_a_gpu_a_large_problem_is_refused(path):
     with pytest.raises(UnsupportedError, match="no GPU that torch can use"):
         tuned(TuneJob(database=path, problems=(PREFILL,)), device=INTERPRETER, index=None)
+
+
+@pytest.mark.parametrize("job", [{"problems": (PREFILL,)}, {"missed": True}], ids=["too large", "nothing missed"])
+def test_a_job_that_is_refused_leaves_no_database(job, path):
+    with pytest.raises(FaAutotuneError):
+        tuned(TuneJob(database=path, **job), device=INTERPRETER, index=None)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_machine_that_can_not_evaluate_leaves_no_database(path, monkeypatch):
+    monkeypatch.setenv("FA_AUTOTUNE_CACHE", "~nobody_of_this_name/cache")
+    with pytest.raises(FaAutotuneError, match="FA_AUTOTUNE_CACHE: the home folder in"):
+        tune_job(TuneJob(database=path), find=lambda gpu: (INTERPRETER, None))
+    assert list(path.parent.iterdir()) == []
 
 
 def test_every_problem_is_tuned_for_every_pass(path):

@@ -3,7 +3,8 @@
 import io
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import IO, Any
@@ -12,6 +13,7 @@ import click
 
 from fa_autotune import __version__
 from fa_autotune.errors import FaAutotuneError
+from fa_autotune.paths import forget_sizes_of_no_terminal, working_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,24 +71,44 @@ class LazyGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; errors of ours become one line on stderr instead of a traceback."""
-        try:
+        with _shown_errors():
             return super().invoke(ctx)
-        except FaAutotuneError as error:
-            raise _OurError(str(error)) from error
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """`click.Group.make_context`, with errors that can be looked at."""
+        with _shown_errors():
+            return super().make_context(*args, **kwargs)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """`click.Group.main`, where a stream may be closed or full: the former is no error, the latter one of ours."""
         _fill_closed_streams()
+        forget_sizes_of_no_terminal()
         try:
             return super().main(*args, **kwargs)
         except OSError as error:  # click itself ends quietly where nobody reads on
             _drop_what_can_not_be_written()
             named = "" if error.filename is None else f"{error.filename}: "
+            wanted = "see that it is there, may be used, and has space left on its disk"
+            if working_folder() is None:
+                wanted = "the working folder was removed: go to one that is there"
             with suppress(OSError):
-                said = f"{named}{error.strerror or error}"
-                _OurError(f"{said}; see that it is there, may be used, and has space left on its disk").show()
+                _OurError(f"{named}{error.strerror or error}; {wanted}").show()
             _drop_what_can_not_be_written()
             sys.exit(_OurError.exit_code)
+
+
+@contextmanager
+def _shown_errors() -> Iterator[None]:
+    """Errors of ours, as click has them, and click's own, which quote what was typed."""
+    try:
+        yield
+    except FaAutotuneError as error:
+        raise _OurError(str(error)) from error
+    except click.ClickException as error:
+        from fa_autotune.cli.terminal import shown_lines
+
+        vars(error)["message"] = shown_lines(error.message)
+        raise
 
 
 def _fill_closed_streams() -> None:

@@ -1,9 +1,7 @@
 """`fa-autotune bench`: our kernels beside other libraries on the same problems, as a table and as files."""
 
 import json
-import os
 import re
-import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,10 +11,11 @@ import click
 from click.core import ParameterSource
 
 from fa_autotune.cli.problem_options import named_problems, problem_options
-from fa_autotune.cli.terminal import print_table, say
-from fa_autotune.cli.values import WholeNumber
+from fa_autotune.cli.terminal import echo, print_table, say, shown
+from fa_autotune.cli.values import FilePath, WholeNumber
 from fa_autotune.errors import FaAutotuneError
-from fa_autotune.files import write_whole
+from fa_autotune.files import is_writable, write_whole
+from fa_autotune.paths import require_working_folder, shell_command
 from fa_autotune.problem.models import default_problems
 from fa_autotune.problem.problem import AttentionProblem
 
@@ -39,7 +38,7 @@ _ONLY_HERE = ("output", "as_json")  # say where the figures go, not what they ar
 @click.option("--gpu", "gpu_index", type=WholeNumber(min=0), default=0, show_default=True, help="Index of the GPU.")
 @click.option(
     "--output",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=FilePath(file_okay=False),
     help="A folder for <date>-<gpu>-forward.json (or -backward) and .md; nothing there is overwritten.",
 )
 @click.option("--backward", is_flag=True, help="Measure the whole backward of each problem instead of the forward.")
@@ -61,10 +60,11 @@ def bench_command(
     All contenders of a problem take turns in one session, on the same tensors. Without a problem it measures the list
     that tune tunes by default.
     """
+    require_working_folder()
     problems = named_problems(**named) or default_problems()
     peers = [word.strip() for word in against.split(",") if word.strip()]
     if output is not None:
-        _make_folder(output)
+        _require_folder(output)
     from fa_autotune.benchmark.bench import bench
 
     run: Callable[..., BenchReport] = ctx.obj or bench
@@ -74,12 +74,12 @@ def bench_command(
     command = _command_line(ctx)
     document = json.dumps({"command": command, **report.as_json()}, indent=2)
     if as_json:
-        click.echo(document)
+        echo(document)
     else:
         _print_table(report)
     if output is not None:
         for path in _write(output, report, document, markdown(report, command)):
-            click.echo(f"wrote {path}", err=True)
+            echo(f"wrote {shown(path)}", err=True)
 
 
 def markdown(report: "BenchReport", command: str) -> str:
@@ -162,18 +162,13 @@ def _command_line(ctx: click.Context) -> str:
         else:
             for one in value if isinstance(value, tuple) else (value,):
                 words += [parameter.opts[0], one.name if isinstance(one, Path) else str(one)]
-    return shlex.join(words)
+    return shell_command(words)
 
 
-def _make_folder(folder: Path) -> None:
-    """Fail before measuring rather than after."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        reason = None if os.access(folder, os.W_OK) else "it is not writable"
-    except OSError as error:
-        reason = error.strerror
-    if reason:
-        raise FaAutotuneError(f"--output {folder} can't take results: {reason}; name another folder")
+def _require_folder(folder: Path) -> None:
+    """Fail before measuring rather than after; the folder is made when there is something to put in it."""
+    if not is_writable(folder) or (folder.exists() and not folder.is_dir()):
+        raise FaAutotuneError(f"--output {folder} can't take results: it can't be written; name another folder")
 
 
 def _write(folder: Path, report: "BenchReport", document: str, text: str) -> list[Path]:
@@ -183,6 +178,7 @@ def _write(folder: Path, report: "BenchReport", document: str, text: str) -> lis
     while any((folder / f"{name}{suffix}").exists() for suffix in (".json", ".md")):
         count += 1
         name = f"{stem}-{count}"
+    folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.json", folder / f"{name}.md"]
     for path, content in zip(paths, (document + "\n", text), strict=True):
         write_whole(path, content)
@@ -199,7 +195,7 @@ class _Progress:
     def __call__(self, problem: AttentionProblem, rows: "list[BenchRow]") -> None:
         self._done += 1
         figures = ", ".join(f"{row.contender} {row.tflops:.0f}" if row.tflops else f"{row.contender} –" for row in rows)
-        click.echo(f"[{self._done}/{self._total}] {problem.label}: {figures} TFLOP/s", err=True)
+        echo(f"[{self._done}/{self._total}] {problem.label}: {figures} TFLOP/s", err=True)
 
 
 def _print_table(report: "BenchReport") -> None:

@@ -1,19 +1,19 @@
 """`fa-autotune db`: look into the tuning database, and exchange packs. Needs neither torch nor a GPU."""
 
 import json
-import shlex
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from datetime import datetime
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from fa_autotune.cli.terminal import print_table, say
-from fa_autotune.cli.values import DatabaseFile, WholeNumber
+from fa_autotune.cli.terminal import echo, echo_path, print_table, say, shown
+from fa_autotune.cli.values import DatabaseFile, FilePath, WholeNumber
 from fa_autotune.errors import DatabaseError
-from fa_autotune.paths import database_path, pack_paths
+from fa_autotune.paths import database_path, pack_paths, shell_command
 from fa_autotune.problem.device import INTERPRETER_ARCH
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import TrialStatus
@@ -78,8 +78,8 @@ def info_command(*, path: Path | None, as_json: bool) -> None:
     for chain in info.toolchains:
         say(f"toolchain: triton {chain.triton}, cuda {chain.cuda or '–'}, driver {chain.driver or '–'}")
     if last := info.last_session:
-        started = f"{last.started_at:%Y-%m-%d %H:%M} UTC"
-        say(f"last session: {last.kind}, {last.state}, started {started} on {last.device_fingerprint}")
+        started = f"started {_minute(last.started_at)} UTC"
+        say(f"last session: {last.kind}, {last.state}, {started} on {last.device_fingerprint}")
 
 
 @db_group.command("path")
@@ -89,7 +89,7 @@ def path_command(*, as_json: bool) -> None:
     if as_json:
         _print_json({"path": database_path(), "exists": database_path().exists()})
         return
-    click.echo(database_path())
+    echo_path(database_path())
 
 
 @db_group.command("winners")
@@ -120,7 +120,7 @@ def winners_command(
         _print_json({"winners": [{"source": source, **_plain(winner)} for source, winner in found]})
         return
     if not found:
-        click.echo("none")
+        echo("none")
     for _, rows in groupby(found, key=lambda row: (row[0], row[1].device_fingerprint)):
         print_table(
             ["device", "triton", "from", "problem", "variant", "config", *_TIMES, *_RESOURCES, "error", "confirmed"],
@@ -225,18 +225,17 @@ def misses_command(*, clear: bool, device_name: str | None, path: Path | None, a
 
     `fa-autotune tune --missed` tunes them.
     """
-    with closing(_open(path, writable=clear)) as database:
+    with closing(_open(path)) as database:
         (device,) = _devices(database, device_name, required=True)
         misses = database.misses(device=device)
-        if clear:
-            database.clear_misses(device=device)
     if as_json:
         _print_json({"misses": misses})
-        return
-    rows = [
-        [miss.count, miss.problem.label, miss.device_fingerprint, f"{miss.last_seen:%Y-%m-%d %H:%M}"] for miss in misses
-    ]
-    print_table(["count", "problem", "device", "last seen, UTC"], rows, common=["device"])
+    else:
+        rows = [[miss.count, miss.problem.label, miss.device_fingerprint, _minute(miss.last_seen)] for miss in misses]
+        print_table(["count", "problem", "device", "last seen, UTC"], rows, common=["device"])
+    if clear:
+        with closing(_open(path, writable=True)) as database:
+            database.clear_misses(device=device)
 
 
 @db_group.command("recheck")
@@ -251,6 +250,7 @@ def recheck_command(*, path: Path | None, as_json: bool) -> None:
 
     from fa_autotune.evaluation.recheck import recheck
 
+    _open(path).close()  # one that is not there is not created
     with closing(_open(path, writable=True)) as database:
         found = recheck(database, triton=version("triton"))
         where = database.path
@@ -260,12 +260,13 @@ def recheck_command(*, path: Path | None, as_json: bool) -> None:
     say(f"{found.fresh} kernels of winners are of today's text")
     say(f"{found.renewed} had another text of the same machine code, and are fresh now")
     say(f"{found.other_release} were compiled by other releases of Triton, and were not looked at")
-    again = f"`fa-autotune tune --recheck{f' --db {shlex.quote(str(path))}' if path else ''}` measures them again"
-    say(f"{found.changed} have other machine code, or none that is known{f': {again}' if found.changed else ''}")
+    again = shell_command(["fa-autotune", "tune", "--recheck", *(["--db", path] if path else [])])
+    measure = f": `{again}` measures them again" if found.changed else ""
+    say(f"{found.changed} have other machine code, or none that is known{measure}")
 
 
 @db_group.command("export")
-@click.argument("target", type=click.Path(path_type=Path), required=False)
+@click.argument("target", type=FilePath(), required=False)
 @click.option("--all", "everything", is_flag=True, help="Every trial, not only the winners and their finalists.")
 @click.option("--text", is_flag=True, help="Write sorted JSON text, for reviews in a diff, instead of a pack.")
 @_options(_device_option, _db_option, _json_option)
@@ -282,7 +283,7 @@ def export_command(
         (device,) = _devices(database, device_name, required=True)
         if text:
             if target is None:
-                click.echo(database.export_json(device=device, winners_only=not everything), nl=False)
+                echo(database.export_json(device=device, winners_only=not everything), nl=False)
                 return
             count = database.write_json(target, device=device, winners_only=not everything)
         else:
@@ -291,11 +292,11 @@ def export_command(
     if as_json:
         _print_json({"path": target, "trials": count})
         return
-    click.echo(f"wrote {target}: {count} trials")
+    echo(f"wrote {shown(target)}: {count} trials", err=True)  # the target may be what stdout is
 
 
 @db_group.command("import")
-@click.argument("sources", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="PACK...")
+@click.argument("sources", type=FilePath(), nargs=-1, required=True, metavar="PACK...")
 @_options(_db_option, _json_option)
 def import_command(*, sources: Sequence[Path], path: Path | None, as_json: bool) -> None:
     """Add packs to the database.
@@ -307,7 +308,7 @@ def import_command(*, sources: Sequence[Path], path: Path | None, as_json: bool)
 
 @db_group.command("merge")
 @click.argument("target", type=DatabaseFile())
-@click.argument("sources", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="SOURCE...")
+@click.argument("sources", type=FilePath(), nargs=-1, required=True, metavar="SOURCE...")
 @_options(_json_option)
 def merge_command(*, target: Path, sources: Sequence[Path], as_json: bool) -> None:
     """Add the trials of several databases to one.
@@ -318,14 +319,16 @@ def merge_command(*, target: Path, sources: Sequence[Path], as_json: bool) -> No
 
 
 def _import(path: Path, sources: Sequence[Path], *, as_json: bool) -> None:
-    summaries: list[tuple[Path, ImportSummary]] = []
+    from fa_autotune.database import Pack
+
+    packs = [Pack.read(source) for source in sources]  # before a database is made for them
     with closing(_open(path, writable=True)) as database:
-        for source in sources:
-            summaries.append((source, database.import_pack(source)))
-            if not as_json:
-                click.echo(f"{source}: {_summary(summaries[-1][1])}")
+        summaries = list(zip(sources, database.import_packs(packs), strict=True))
     if as_json:
         _print_json({"path": path, "imports": [{"source": source, **_plain(found)} for source, found in summaries]})
+        return
+    for source, found in summaries:
+        echo(f"{shown(source)}: {_summary(found)}")
 
 
 def _summary(found: "ImportSummary") -> str:
@@ -402,6 +405,10 @@ def _winner_cells(source: str, winner: "Winner") -> list[object]:
     ]
 
 
+def _minute(moment: datetime) -> str:
+    return f"{moment:%Y-%m-%d %H:%M}"
+
+
 def _trial_cells(trial: "StoredTrial") -> list[object]:
     record = trial.record
     why = ": ".join(text for text in (record.constraint, record.error) if text)
@@ -466,4 +473,4 @@ def _plain(value: object) -> dict[str, Any]:
 def _print_json(value: object) -> None:
     from fa_autotune.database import to_json
 
-    click.echo(json.dumps(to_json(value), indent=2))
+    echo(json.dumps(to_json(value), indent=2))

@@ -18,10 +18,10 @@ from typing import TypeAlias, TypeVar
 import click
 
 from fa_autotune import __version__, paths
-from fa_autotune.cli.terminal import say
+from fa_autotune.cli.terminal import echo, say
 from fa_autotune.dispatch.winners import Snapshot, Source, load_snapshot
 from fa_autotune.errors import FaAutotuneError
-from fa_autotune.files import written_by_others
+from fa_autotune.files import is_writable, written_by_others
 from fa_autotune.problem.device import DeviceSpec, parse_triton_version
 from fa_autotune.problem.family import AttentionFamily, DType
 from fa_autotune.space.candidate import Candidate, Variant
@@ -147,9 +147,10 @@ def doctor_command(ctx: click.Context, *, as_json: bool) -> None:
 
     Exit code 0 if attention runs on this machine, tuned or not; 1 if it does not.
     """
+    paths.require_working_folder()
     report = examine(look_round())
     if as_json:
-        click.echo(json.dumps(asdict(report), indent=2))
+        echo(json.dumps(asdict(report), indent=2))
     else:
         say("\n".join(show(report)))
     if report.verdict is Verdict.BROKEN:
@@ -176,7 +177,6 @@ def look_round() -> Machine:
     no_packs: tuple[Path, ...] = ()
     database = ask("where your database is", paths.database_path, no_path)
     packs = ask("which packs there are", lambda: tuple(paths.pack_paths()), no_packs)
-    nowhere = Path(os.devnull) / "none"
     return Machine(
         versions={**ask("which packages there are", _package_versions, {}), "driver": driver, "cuda": cuda},
         torch_error=torch_error,
@@ -188,7 +188,7 @@ def look_round() -> Machine:
         cache_dir=ask("where the cache is", paths.cache_dir, no_path),
         database=database,
         packs=packs,
-        snapshot=ask("what is tuned", lambda: load_snapshot(database or nowhere, packs), Snapshot(rows=())),
+        snapshot=ask("what is tuned", lambda: load_snapshot(database, packs), Snapshot(rows=())),
         lost=ask("which variants compile", lambda: _lost(devices), {}),
         failures=tuple(failures),
     )
@@ -279,7 +279,7 @@ def examine(machine: Machine) -> DoctorReport:
         c_compiler=machine.c_compiler,
         databases=tuple(_database_reports(machine)),
         cache_dir=None if machine.cache_dir is None else str(machine.cache_dir),
-        cache_writable=machine.cache_dir is not None and _writable(machine.cache_dir),
+        cache_writable=machine.cache_dir is not None and is_writable(machine.cache_dir),
         findings=findings,
     )
 
@@ -387,7 +387,7 @@ def _gpu_findings(machine: Machine, gpus: tuple[GpuReport, ...]) -> Iterator[Fin
 
 
 def _folder_findings(machine: Machine) -> Iterator[Finding]:
-    if machine.cache_dir is not None and not _writable(machine.cache_dir):
+    if machine.cache_dir is not None and not is_writable(machine.cache_dir):
         yield Finding(
             fatal=bool(machine.devices) or machine.interpreting,
             text=f"the cache folder {machine.cache_dir} can't be written: generated kernels are put there",
@@ -399,7 +399,7 @@ def _folder_findings(machine: Machine) -> Iterator[Finding]:
             text=f"the cache folder is not used, since what is in it is run: {reason}",
             next_step="mend its rights if nobody else put anything there, or set FA_AUTOTUNE_CACHE to another folder",
         )
-    if machine.database is not None and not _writable(machine.database):
+    if machine.database is not None and not is_writable(machine.database):
         yield Finding(
             fatal=False,
             text=f"the database {machine.database} can't be written: tuning has nowhere to put results",
@@ -416,14 +416,6 @@ def _others_may_write(folder: Path) -> str | None:
 
 def _fatal(text: str, next_step: str) -> Finding:
     return Finding(fatal=True, text=text, next_step=next_step)
-
-
-def _writable(path: Path) -> bool:
-    """True if a file or folder can be written, or made where the first folder above it exists."""
-    if os.path.exists(path):  # as Path.exists, but false where a folder above may not be entered
-        return os.access(path, os.W_OK)
-    above = next(parent for parent in path.absolute().parents if os.path.exists(parent))
-    return above.is_dir() and os.access(above, os.W_OK | os.X_OK)
 
 
 # --- showing ----------------------------------------------------------------------------------------------------------

@@ -7,13 +7,13 @@ from pathlib import Path
 import click
 
 from fa_autotune.cli.render import render_call
-from fa_autotune.cli.terminal import say
+from fa_autotune.cli.terminal import echo, say, shown
 from fa_autotune.cli.values import DatabaseFile
 from fa_autotune.dispatch.dispatcher import Dispatcher
 from fa_autotune.dispatch.shipped_kernels import find_shipped
 from fa_autotune.dispatch.winners import load_snapshot
 from fa_autotune.errors import FaAutotuneError
-from fa_autotune.paths import database_path, pack_paths, shipped_kernels_dir
+from fa_autotune.paths import database_path, pack_paths, require_working_folder, shipped_kernels_dir, working_folder
 from fa_autotune.problem.device import INTERPRETER, INTERPRETER_ARCH, KNOWN_DEVICES, DeviceSpec, known_device
 from fa_autotune.problem.problem import AttentionProblem
 
@@ -67,16 +67,16 @@ def explain_command(
         ]
         values = {"backward": choice.way, "reason": choice.reason, "kernels": found} if choice else found[0]
         notes = {"notes": list(snapshot.notes), "snapshot": snapshot.content_hash, "device": device.name}
-        click.echo(json.dumps({**values, **notes}, indent=2))
+        echo(json.dumps({**values, **notes}, indent=2))
         return
     if choice:
         say(choice.describe())
     for decision, file in zip(decisions, files, strict=True):
         say(decision.describe())
         # Not broken into lines, to be copied.
-        click.echo(f"  source  {render_call(_as_asked(decision.problem, problem_text), decision.candidate)}")
+        echo(f"  source  {render_call(_as_asked(decision.problem, problem_text), decision.candidate)}")
         if file is not None:
-            click.echo(f"  file    {_seen_from_here(file)}")
+            echo(f"  file    {shown(_seen_from_here(file))}")
     for note in snapshot.notes:
         say(f"  note    {note}")
 
@@ -87,8 +87,8 @@ def _as_asked(problem: AttentionProblem, text: str) -> str:
 
 
 def _seen_from_here(path: Path) -> Path:
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
+    here = working_folder()
+    return path.relative_to(here) if here and path.is_relative_to(here) else path
 
 
 def _device(name: str) -> DeviceSpec:
@@ -96,6 +96,7 @@ def _device(name: str) -> DeviceSpec:
         return INTERPRETER
     if name != LIVE:
         return known_device(name)
+    require_working_folder()
     hint = f"name a GPU instead: --device {' | '.join(KNOWN_DEVICES)}"
     try:
         from fa_autotune.kernels.gpu import live_device

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from fa_autotune.cli.values import WholeNumber
+from fa_autotune.cli.values import FilePath, WholeNumber
 from fa_autotune.problem.family import DType
 from fa_autotune.problem.models import (
     DEFAULT_SEQLENS,
@@ -27,7 +27,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "--problem", "problem_texts", multiple=True, help="Such as 4x32x8x4096x4096x128,causal; may be repeated."
     ),
     click.option("--model", help=f"The problems of a model: {', '.join(KNOWN_MODELS)}."),
-    click.option("--hf-config", type=click.Path(path_type=Path), help="The problems of a transformers config.json."),
+    click.option("--hf-config", type=FilePath(), help="The problems of a transformers config.json."),
     click.option("--paper", is_flag=True, help="The list that the published results are measured on."),
     click.option(
         "--seqlens",

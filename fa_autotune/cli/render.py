@@ -1,13 +1,14 @@
 """`fa-autotune render`: one generated kernel, for reading or for a file."""
 
 import json
-import shlex
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from fa_autotune import paths
+from fa_autotune.cli.terminal import echo, echo_path, shown
+from fa_autotune.cli.values import FilePath
 from fa_autotune.errors import FaAutotuneError, InvalidConfigError
 from fa_autotune.files import OutputKind, write_output
 from fa_autotune.kernels.render import GENERATED_BY
@@ -44,7 +45,7 @@ JSON_KERNEL = OutputKind(
 @click.option("--config", metavar="JSON", default="{}", help="Knobs that differ from the untuned default.")
 @click.option(
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FilePath(dir_okay=False),
     help="Write to this file instead.",
 )
 @click.option(
@@ -70,16 +71,20 @@ def render_command(
     if (problem is None) != winners:
         raise click.UsageError("give --problem, for example --problem 4x32x8x4096x4096x128,causal, or else --winners")
     if problem is None:
-        written = [str(path) for path in write_winners()]
-        click.echo(json.dumps(written, indent=2) if as_json else "\n".join(written))
+        written = write_winners()
+        if as_json:
+            echo(json.dumps(list(map(str, written)), indent=2))
+        else:
+            for path in written:
+                echo_path(path)
         return
     chosen = None if variant is None else Variant(variant)
     text = render_one(problem, chosen, known_device(device), config, as_json=as_json)
     if output is None:
-        click.echo(text, nl=False)
+        echo(text, nl=False)
     else:
         write_output(output, text, JSON_KERNEL if as_json else KERNEL, databases=paths.users_databases())
-        click.echo(f"wrote {output}", err=True)
+        echo(f"wrote {shown(output)}", err=True)
 
 
 def render_one(problem: str, variant: Variant | None, device: DeviceSpec, config: str, *, as_json: bool) -> str:
@@ -111,19 +116,21 @@ def render_call(problem: str, candidate: Candidate) -> str:
     chosen = asdict(candidate.config)
     if knobs := {name: value for name, value in chosen.items() if value != default[name]}:
         words += ["--config", json.dumps(knobs, separators=(",", ":"))]
-    return shlex.join(words)
+    return paths.shell_command(words)
 
 
 def write_winners() -> list[Path]:
     """Make the checkout's kernels_generated/ hold the kernels of the packs' winners and no other, and their index."""
     from fa_autotune.dispatch.shipped_kernels import write_shipped
-    from fa_autotune.dispatch.winners import Source, load_snapshot
+    from fa_autotune.dispatch.winners import load_snapshot
 
     folder = paths.shipped_kernels_dir()
     if not folder.is_dir():
         raise FaAutotuneError(f"{folder} is not there: --winners is for a checkout; give --problem to print a kernel")
-    snapshot = load_snapshot(paths.database_path(), paths.pack_paths())
-    return write_shipped([row for row in snapshot.rows if row.source is Source.PACK], folder)
+    snapshot = load_snapshot(None, paths.pack_paths())
+    if snapshot.notes:  # the kernels of what can't be read would be taken away
+        raise FaAutotuneError(f"nothing was written, since not all winners can be read: {'; '.join(snapshot.notes)}")
+    return write_shipped(snapshot.rows, folder)
 
 
 def read_config(text: str, *, spec: VariantSpec, family: AttentionFamily, arch: str) -> KernelConfig:

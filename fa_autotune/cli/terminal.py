@@ -1,4 +1,7 @@
-"""How commands show things: text that breaks between words, tables whose cells stay readable in a narrow terminal."""
+"""How commands show things: text that breaks between words, tables whose cells stay readable in a narrow terminal.
+
+All that a command prints goes through here: names, paths and texts of a database may hold what steers a terminal.
+"""
 
 import os
 import re
@@ -8,6 +11,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
@@ -16,6 +20,8 @@ PIPED_WIDTH = 240  # columns of a table that no terminal shows, unless COLUMNS s
 _GAP = 2  # columns between two cells
 _LONGEST_WORD = 28  # a longer one may be broken
 _COMFORT = 24  # rather leave out a column than break another's cells into shorter lines
+_COMMAND = re.compile(r"`[^`]*`")
+_NO_BREAK = "\0"  # stands for a space at which a line is not broken
 _LABEL = re.compile(r"\s*\S+(?: \S+)*?:?\s{2,}(?=\S)|\s*")
 
 
@@ -65,10 +71,39 @@ class ProgressStream:
                 os.close(nowhere)
 
 
+def shown(text: object, *, but: str = "") -> str:
+    """A name or path as it can be looked at: with escapes for what steers a terminal, is no character, or ends a line.
+
+    `but`: such characters that stay.
+    """
+    return "".join(char if char.isprintable() or char in but else _escape(char) for char in str(text))
+
+
+def _escape(char: str) -> str:
+    code = ord(char)
+    return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else char.encode("unicode_escape").decode()
+
+
+def shown_lines(text: str) -> str:
+    """`shown`, of a text that may have several lines."""
+    return shown(text, but="\n\t")
+
+
+def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Print lines as they are, to be copied, or read by programs."""
+    click.echo(shown_lines(text), err=err, nl=nl)
+
+
+def echo_path(path: Path) -> None:
+    """Print a path alone: to a program byte for byte."""
+    click.echo(os.fsencode(path) if terminal_width() is None else shown(path))
+
+
 def say(text: str, *, err: bool = False) -> None:
     """Print lines; in a terminal they break between words, and what follows a label is indented as its text is."""
+    text = shown_lines(text)
     if width := terminal_width(err=err):
-        text = "\n".join(wrapped(line, width) for line in text.splitlines())
+        text = "\n".join(wrapped(line, width) for line in text.split("\n"))
     click.echo(text, err=err)
 
 
@@ -84,16 +119,18 @@ def _table_width() -> int:
 
 
 def wrapped(line: str, width: int) -> str:
-    """A line in as many as it needs. No word is broken, so that paths and commands can be copied."""
+    """A line in as many as it needs. No word is broken, nor a command in backticks, so that they can be copied."""
     label = _LABEL.match(line)
     indent = len(label[0]) if label and label[0].strip() else len(line) - len(line.lstrip()) + 2
-    return textwrap.fill(
-        line,
+    whole = _COMMAND.sub(lambda command: command[0].replace(" ", _NO_BREAK), line)
+    lines = textwrap.fill(
+        whole,
         width,
         subsequent_indent=" " * min(indent, width // 3),
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return lines.replace(_NO_BREAK, " ")
 
 
 def print_table(
@@ -109,9 +146,9 @@ def print_table(
     A column of `common` that says the same in every row is said once above. In a terminal that is too narrow, columns
     of `optional` are left out, the last first, and a line below names them. `last_apart` sets off the last row.
     """
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[shown(cell) for cell in row] for row in rows]
     if not cells:
-        click.echo("none")
+        echo("none")
         return
     alike = [name for name in common if len({row[columns.index(name)] for row in cells}) == 1]
     if alike:

@@ -1,7 +1,6 @@
 """`fa-autotune tune`: search the fastest kernels for this machine's GPU, and show how it goes."""
 
 import json
-import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import click
 
 from fa_autotune.cli.problem_options import named_problems, problem_options
-from fa_autotune.cli.terminal import ProgressStream, print_table, say
+from fa_autotune.cli.terminal import ProgressStream, echo, print_table, say, shown_lines
 from fa_autotune.cli.values import DatabaseFile, WholeNumber
 from fa_autotune.problem.device import INTERPRETER_ARCH
 from fa_autotune.problem.passes import parse_passes
@@ -86,8 +85,9 @@ def tune_command(
     """
     problems = named_problems(**named)
     from fa_autotune.jobs import TuneJob, parse_duration_s, tune_job
-    from fa_autotune.paths import database_path
+    from fa_autotune.paths import database_path, require_working_folder
 
+    require_working_folder()
     job = TuneJob(
         problems=tuple(problems),
         missed=missed,
@@ -229,7 +229,7 @@ def _shown(progress: _Progress) -> "Iterator[Callable[[TuneEvent], None]]":
         elif isinstance(event, ProblemFinished):
             _say(console, f"[{len(progress.results)}/{progress.total}] {_outcome(progress, event.result)}")
         if live is not None:
-            live.update(Text("\n".join(progress.lines())))
+            live.update(Text(shown_lines("\n".join(progress.lines()))))
         elif progress.clock() - last_line_s >= PLAIN_EVERY_S:
             last_line_s = progress.clock()
             _say(console, "; ".join(progress.lines()))
@@ -243,7 +243,7 @@ def _shown(progress: _Progress) -> "Iterator[Callable[[TuneEvent], None]]":
 
 def _say(console: Any, text: str) -> None:
     """A line above the live ones: no markup, and no wrapping to the width of a pipe."""
-    console.print(text, markup=False, soft_wrap=not console.is_terminal)
+    console.print(shown_lines(text), markup=False, soft_wrap=not console.is_terminal)
 
 
 def _outcome(progress: _Progress, result: "ProblemResult") -> str:
@@ -293,13 +293,13 @@ def _row(progress: _Progress, result: "ProblemResult") -> list[str]:
 
 
 def _closing(progress: _Progress, database: Path | None) -> str:
-    from fa_autotune.paths import database_path
+    from fa_autotune.paths import shell_command, users_databases
 
     won = sum(bool(result.winners) for result in progress.results)
     text = f"{won} of {progress.total} problems have winners in {database}; {progress.evaluated} candidates were tried."
     if won:
-        where = "" if database == database_path() else f" --db {shlex.quote(str(database))}"
-        text += f" `fa-autotune db winners{where}` shows them."
+        where: list[Path | str] = [] if database is None or [database] == users_databases() else ["--db", database]
+        text += f" `{shell_command(['fa-autotune', 'db', 'winners', *where])}` shows them."
     if progress.state == "interrupted":
         usable = "The winners are usable now; the" if won else "The"
         text = f"Interrupted. {text} {usable} same command with --resume goes on and repeats nothing."
@@ -335,7 +335,7 @@ def _print_document(progress: _Progress, database: Path | None) -> None:
         "statuses": {status.value: count for status, count in sorted(progress.statuses.items())},
         "results": results,
     }
-    click.echo(json.dumps(document, indent=2))
+    echo(json.dumps(document, indent=2))
 
 
 def _object(value: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         StoredTrial,
         Winner,
     )
+    from fa_autotune.database.packs import Pack
     from fa_autotune.database.store import TuningDatabase
     from fa_autotune.database.text import to_json
 
@@ -31,6 +32,7 @@ __all__ = [
     "ImportSummary",
     "LeaderboardEntry",
     "Miss",
+    "Pack",
     "RejectionCount",
     "SessionInfo",
     "SessionKind",
@@ -41,7 +43,11 @@ __all__ = [
     "to_json",
 ]
 
-_MODULE_BY_NAME = dict.fromkeys(__all__, "entries") | {"TuningDatabase": "store", "to_json": "text"}
+_MODULE_BY_NAME = dict.fromkeys(__all__, "entries") | {
+    "Pack": "packs",
+    "TuningDatabase": "store",
+    "to_json": "text",
+}
 
 
 def __getattr__(name: str) -> Any:

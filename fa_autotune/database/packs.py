@@ -3,8 +3,8 @@
 import os
 import sqlite3
 import tempfile
-from collections.abc import Iterable, Mapping
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,10 +20,11 @@ from fa_autotune.database.places import (
     require_plain_sides,
     waiting,
 )
-from fa_autotune.database.reader import PARENTS, Content, Refers, required, winning
+from fa_autotune.database.reader import PARENTS, Content, Refers, open_reader, read_content, required, winning
 from fa_autotune.database.schema import APPLICATION_ID
 from fa_autotune.errors import DatabaseError
 from fa_autotune.files import OutputKind, output_path, put_in_place, real_path
+from fa_autotune.paths import expanded
 from fa_autotune.problem.device import DeviceSpec
 from fa_autotune.problem.family import canonical_json
 from fa_autotune.records import Role, TrialStatus
@@ -35,6 +36,31 @@ def _is_pack(head: bytes) -> bool:
 
 
 PACK = OutputKind(name="a pack, which a database in use (WAL) is not", is_one=_is_pack, error=DatabaseError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """Another database that was read, to be imported."""
+
+    path: Path
+    content: Content
+
+    @classmethod
+    def read(cls, path: Path) -> "Pack":
+        """Read all of a database; DatabaseError that names it if it can't be read, or not each row may be used."""
+        path = expanded(path)
+        with naming(str(path), "; nothing was imported"), open_reader(path, is_pack=True) as reader:
+            return cls(path=path, content=read_content(reader))
+
+
+@contextmanager
+def naming(where: str, then: str = "") -> Iterator[None]:
+    """Say in errors which file they are about, and what follows."""
+    try:
+        yield
+    except DatabaseError as error:
+        said = str(error)
+        raise type(error)(f"{said if where in said else f'{where}: {said}'}{then}") from error.__cause__
 
 
 def of_device(content: Content, device: DeviceSpec) -> Content:
@@ -62,18 +88,20 @@ def of_winners(content: Content) -> Content:
 
 
 def write_content(connection: sqlite3.Connection, content: Content) -> ImportSummary:
-    """Write trials, their measurements and all that they refer to, or nothing. Rows that are there already stay."""
+    """Write trials, their measurements and all that they refer to, in the caller's transaction.
+
+    Rows that are there already stay.
+    """
     tables = ("devices", "problems", "sessions", "kernels", "trials")
-    with transaction(connection):
-        before = _counts(connection, tables)
-        writer = _Writer(connection=connection, content=content, new_ids={})
-        updated = measured = 0
-        for key in sorted(content.trials, key=lambda key: _sort_key(content, key)):
-            updated += writer.put_trial(key)
-        for key in sorted(content.measurements, key=lambda key: _measurement_sort_key(content, key)):
-            measured += writer.put_measurement(key)
-        writer.link_sessions()
-        after = _counts(connection, tables)
+    before = _counts(connection, tables)
+    writer = _Writer(connection=connection, content=content, new_ids={})
+    updated = measured = 0
+    for key in sorted(content.trials, key=lambda key: _sort_key(content, key)):
+        updated += writer.put_trial(key)
+    for key in sorted(content.measurements, key=lambda key: _measurement_sort_key(content, key)):
+        measured += writer.put_measurement(key)
+    writer.link_sessions()
+    after = _counts(connection, tables)
     added = {table: after[table] - before[table] for table in tables}
     return ImportSummary(**added, updated_trials=updated - added["trials"], measurements=measured)
 
@@ -95,7 +123,8 @@ def write_pack(content: Content, path: Path, *, databases: Iterable[Path]) -> No
     draft = folder / "pack.db"
     try:
         with closing(open_writable(draft)) as connection:
-            write_content(connection, content)
+            with transaction(connection):
+                write_content(connection, content)
             connection.execute("PRAGMA journal_mode = delete")
             connection.execute("VACUUM")
         with draft.open("rb") as file:

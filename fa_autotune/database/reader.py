@@ -6,7 +6,6 @@ limits on time and size. A row counts if `rows` parses it and all that it refers
 """
 
 import os
-import shlex
 import shutil
 import sqlite3
 import sys
@@ -48,6 +47,7 @@ from fa_autotune.database.schema import APPLICATION_ID, SCHEMA_VERSION
 from fa_autotune.database.sqlite_errors import BUSY_TIMEOUT_S, needs_writing_beside, translated
 from fa_autotune.errors import DatabaseError, InvalidPackError, SchemaTooNewError
 from fa_autotune.files import real_path
+from fa_autotune.paths import shell_command
 from fa_autotune.problem.device import DeviceSpec, Toolchain
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import Role, TrialRecord, TrialStatus
@@ -326,14 +326,14 @@ def _connect_read_only(real: Path, *, where: str, is_pack: bool, busy_s: float, 
             first = "" if os.access(real.parent, os.W_OK) else "copy both to a folder that you can write, where "
             raise DatabaseError(
                 f"{where} has the journal of a change that was cut short, {beside(real, JOURNAL)}; {first}"
-                f"`sqlite-utils tables {shlex.quote(where)}` opens the file to write, which takes that change back; if "
-                "the journal is of another file, move it away"
+                f"`{shell_command(['sqlite-utils', 'tables', where])}` opens the file to write, which takes that change "
+                "back; if the journal is of another file, move it away"
             ) from None
         if waiting(real, LOG):
             raise DatabaseError(
                 f"{where} is a live database (WAL) in a folder that can't be written, so it does not open; on a "
                 "machine that can write there, turn it into a pack: "
-                f"`fa-autotune db export PACK --all --db {shlex.quote(where)}`"
+                f"`{shell_command(['fa-autotune', 'db', 'export', 'PACK', '--all', '--db', where])}`"
             ) from None
     return opened(real, "immutable=1")
 

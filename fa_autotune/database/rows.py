@@ -49,6 +49,7 @@ MAX_ARGUMENTS = 100_000  # characters of a session's arguments
 MAX_NOTES = 50  # compiler warnings, accuracy failures
 MIN_TIME_MS = 1e-6
 MAX_TIME_MS = 1e9
+MAX_TIME_S = 1e9
 _MAX_INT = 2**62
 _TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\.[0-9]{6}Z")
 _ARCH = re.compile(r"sm_[1-9][0-9]{1,2}|gfx[0-9a-f]{3,5}|interpreter")
@@ -190,7 +191,7 @@ def trial_from(row: Row) -> TrialRow:
             constraint=_opt(_text, row, "constraint_name"),
             error=None if row["error"] is None else _long_text(row, "error", MAX_ERROR),
             accuracy=_accuracy_from(row),
-            duration_s=_float(row, "duration_s", 0.0),
+            duration_s=_seconds(row, "duration_s"),
             ended_at=_time(row, "ended_at"),
         )
 
@@ -317,7 +318,7 @@ def _resources_from(row: Row) -> ResourceReport | None:
         registers=_opt(_int, row, "registers"),
         spill_bytes=_int(row, "spill_bytes"),
         smem_bytes=_int(row, "smem_bytes"),
-        compile_s=_float(row, "compile_s", 0.0),
+        compile_s=_seconds(row, "compile_s"),
         warnings=_notes(row, "compile_warnings"),
         code_digest=_opt_word(row, "code_digest"),
     )
@@ -389,6 +390,13 @@ def _float(row: Row, name: str, low: float = 0.0) -> float:
     value = row[name]
     if type(value) not in (int, float) or not low <= value < math.inf:
         raise InvalidPackError(f"{name}={_short(value)} is not a finite number of at least {low}")
+    return float(value)
+
+
+def _seconds(row: Row, name: str) -> float:
+    value = row[name]
+    if type(value) not in (int, float) or not 0 <= value < MAX_TIME_S:
+        raise InvalidPackError(f"{name}={_short(value)} is not a time from 0 to {MAX_TIME_S:g} s")
     return float(value)
 
 

@@ -3,7 +3,7 @@
 import json
 import re
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +14,10 @@ from uuid import uuid4
 from fa_autotune.database import packs, writing
 from fa_autotune.database.connection import open_writable, transaction
 from fa_autotune.database.entries import (
-    KernelRow,
     JSON,
     DatabaseInfo,
     ImportSummary,
+    KernelRow,
     LeaderboardEntry,
     MeasurementRow,
     Miss,
@@ -31,6 +31,7 @@ from fa_autotune.database.entries import (
 )
 from fa_autotune.database.liveness import interrupt_dead_sessions, process_values
 from fa_autotune.database.migrations import REJECTIONS_SQL
+from fa_autotune.database.packs import Pack, naming
 from fa_autotune.database.places import FilesInPlace
 from fa_autotune.database.reader import (
     EVERYTHING,
@@ -38,6 +39,7 @@ from fa_autotune.database.reader import (
     TABLES,
     WINNERS,
     Content,
+    ParsedT,
     Reader,
     Selection,
     newest_measurements,
@@ -72,7 +74,7 @@ from fa_autotune.database.writing import (
     toolchain_values,
     trial_of,
 )
-from fa_autotune.errors import DatabaseError, InvalidPackError, InvalidProblemError
+from fa_autotune.errors import DatabaseError, InvalidProblemError
 from fa_autotune.files import OutputKind, write_output
 from fa_autotune.paths import expanded, users_databases
 from fa_autotune.problem.device import DeviceSpec, Toolchain
@@ -362,13 +364,13 @@ class TuningDatabase:
             "problem_key": problem and problem.key,
             "variant": variant,
         }
-        return [rejection_from(row) for row in self._rows(REJECTIONS_SQL, _REJECTION_COLUMNS, filters)]
+        return self._rows(rejection_from, REJECTIONS_SQL, _REJECTION_COLUMNS, filters)
 
     def misses(self, *, device: DeviceSpec | None = None) -> list[Miss]:
         """The problems that were dispatched without a winner of their own, the most frequent first."""
         filters = {"device_fingerprint": _fingerprint(device)}
         order = "ORDER BY count DESC, problem_key, device_fingerprint"
-        return [miss_from(row) for row in self._rows(_MISSES_SQL, _MISS_COLUMNS, filters, order)]
+        return self._rows(miss_from, _MISSES_SQL, _MISS_COLUMNS, filters, order)
 
     def info(self) -> DatabaseInfo:
         """What the database holds."""
@@ -440,19 +442,19 @@ class TuningDatabase:
         All of it or nothing: a row that is not a plain tuning record is an InvalidPackError. Importing again changes
         nothing. Misses stay where they are.
         """
-        source = expanded(source)
         self._places.require()
-        if self.path and source.exists() and self.path.samefile(source):
-            raise DatabaseError(f"{source} is the database itself; name another file to import")
-        try:
-            with open_reader(source, is_pack=True) as other:
-                content = read_content(other)
-        except InvalidPackError as error:
-            raise InvalidPackError(f"{error}; nothing was imported") from None
-        with translated(self._where):
-            summary = packs.write_content(self._connection, content)
-        self._places.require()
+        (summary,) = self.import_packs([Pack.read(source)])
         return summary
+
+    def import_packs(self, sources: Sequence[Pack]) -> list[ImportSummary]:
+        """`import_pack`, of several that were read: all of them or none."""
+        self._places.require()
+        for source in sources if self.path else ():
+            with translated(str(source.path)):
+                if source.path.samefile(self._where):
+                    raise DatabaseError(f"{source.path} is the database itself; name another file to import")
+        with self._writing() as connection:
+            return [packs.write_content(connection, source.content) for source in sources]
 
     def _kept(self) -> list[Path]:
         """The databases that no export may replace: this one and the user's."""
@@ -472,14 +474,23 @@ class TuningDatabase:
 
     def _content(self, chosen: Selection) -> Content:
         self._reader.restart()
-        return read_content(self._reader, chosen)
+        with naming(self._where):
+            return read_content(self._reader, chosen)
 
-    def _rows(self, select: str, columns: Sequence[str], filters: Mapping[str, Any], order: str = "") -> list[Row]:
+    def _rows(
+        self,
+        parse: Callable[[Row], ParsedT],
+        select: str,
+        columns: Sequence[str],
+        filters: Mapping[str, Any],
+        order: str = "",
+    ) -> list[ParsedT]:
         """Rows of our own SELECT, not of a view's name: in a foreign file that may stand for anything."""
         where, values = _where(filters)
         self._reader.restart()
         found = self._reader.fetch(f"SELECT {', '.join(columns)} FROM ({select}) {where} {order}", values)
-        return [dict(zip(columns, row, strict=True)) for row in found]
+        with naming(self._where):
+            return [parse(dict(zip(columns, row, strict=True))) for row in found]
 
     def _session_row(self, session_id: int) -> sqlite3.Row:
         statement = """SELECT device_id, toolchain_id, arch FROM sessions

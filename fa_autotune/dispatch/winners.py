@@ -93,11 +93,12 @@ class Snapshot:
         return self._by_kin.get(_kin(family), ())
 
 
-def load_snapshot(user_path: Path, pack_paths: Sequence[Path]) -> Snapshot:
-    """Read the winners of the user's database (which may be absent) and of the packs."""
+def load_snapshot(user_path: Path | None, pack_paths: Sequence[Path]) -> Snapshot:
+    """Read the winners of the user's database (which may be absent; None: no user's) and of the packs."""
     rows: list[WinnerRow] = []
     notes: list[str] = []
-    for path, source in [(user_path, Source.USER), *((pack, Source.PACK) for pack in pack_paths)]:
+    users = [] if user_path is None else [(user_path, Source.USER)]
+    for path, source in [*users, *((pack, Source.PACK) for pack in pack_paths)]:
         if source is Source.USER and _is_absent(path):
             continue
         try:

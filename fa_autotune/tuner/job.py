@@ -108,7 +108,10 @@ def tune(
     )
     if not any(job.specs(problem.family, variants) for problem in distinct):
         raise UnsupportedError(_nothing_serves(distinct[0], variants, device, toolchain))
-    with _session(job, SessionKind.RECHECK if recheck else SessionKind.TUNE, arguments) as job.session_id, quiet_optuna():
+    with (
+        _session(job, SessionKind.RECHECK if recheck else SessionKind.TUNE, arguments) as job.session_id,
+        quiet_optuna(),
+    ):
         on_event(JobStarted(problems=tuple(distinct), device=device, toolchain=toolchain, budget=budget))
         summary = job.run(distinct, variants)
     on_event(JobFinished(summary=summary))

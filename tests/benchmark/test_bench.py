@@ -406,6 +406,14 @@ def test_output_overwrites_nothing(fake: FakeRun, tmp_path: Path) -> None:
     assert stems == {f"2026-09-01-nvidia_h200-forward{end}" for end in ("", "-2", "-3")}
 
 
+def test_a_run_that_fails_leaves_no_folder(tmp_path: Path) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise FaAutotuneError("no such peer")
+
+    done = CliRunner().invoke(main, ["bench", "--output", str(tmp_path / "new")], obj=fails)
+    assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])
+
+
 def test_a_folder_that_takes_no_results_is_an_error_before_anything_is_measured(fake: FakeRun, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = command(fake, "--output", str(tmp_path / "file/folder"))

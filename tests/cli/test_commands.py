@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -13,17 +12,10 @@ import pytest
 from fa_autotune import __version__
 from fa_autotune.cli import main
 from fa_autotune.database import TuningDatabase
-from kit.command import run
+from kit.command import run, start
 from kit.tuning_samples import fill
 
 SHORT = "4x32x8x4096x4096x128,causal"
-
-
-def start(*arguments: str, stdout: Any, **environ: str) -> "subprocess.CompletedProcess[str]":
-    """The command in a process of its own."""
-    words = [sys.executable, "-c", "from fa_autotune.cli import main; main(prog_name='fa-autotune')", *arguments]
-    environ = {**os.environ, **environ}
-    return subprocess.run(words, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, env=environ)
 
 
 def leaves(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
@@ -138,3 +130,100 @@ def test_a_table_is_shown_in_any_encoding() -> None:
 def test_an_unknown_command_is_named() -> None:
     done = run("tuen")
     assert (done.exit_code, "'tuen'" in done.stderr) == (2, True)
+
+
+def test_a_size_that_no_terminal_has_breaks_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with TuningDatabase(tmp_path / "t.db") as database:
+        fill(database)
+    for name in ("COLUMNS", "LINES"):
+        monkeypatch.setenv(name, "²")
+    done = run("db", "winners", "--db", tmp_path / "t.db")
+    assert (done.exit_code, "4×32×8×4096×4096" in done.stdout) == (0, True)
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a filled database; the working folder was removed."""
+    with TuningDatabase(tmp_path / "t.db") as database:
+        fill(database)
+    monkeypatch.setenv("FA_AUTOTUNE_DB", str(tmp_path / "t.db"))
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    return tmp_path
+
+
+WITHOUT_A_FOLDER = [
+    ("db", "info"),
+    ("db", "path"),
+    ("db", "export", "{}/pack.db"),
+    ("db", "export", "--text", "{}/winners.json"),
+    ("db", "merge", "{}/new.db", "{}/t.db"),
+    ("explain", "--problem", SHORT, "--device", "h200", "--triton", "3.7.1"),
+    ("render", "--problem", SHORT, "--output", "{}/kernel.py"),
+]
+INTO_NOTHING = [
+    ("db", "info", "--db", "t.db"),
+    ("db", "export", "pack.db"),
+    ("db", "export", "--text", "winners.json"),
+    ("db", "import", "t.db"),
+    ("db", "merge", "new.db", "t.db"),
+    ("explain", "--problem", SHORT),
+    ("render", "--problem", SHORT, "--output", "kernel.py"),
+    ("tune", "--hf-config", "config.json"),
+    ("tune",),
+    ("bench", "--output", "results"),
+    ("bench",),
+    ("doctor",),
+]
+
+
+@pytest.mark.parametrize("words", WITHOUT_A_FOLDER, ids=" ".join)
+def test_a_command_with_whole_paths_needs_no_working_folder(words: tuple[str, ...], nowhere: Path) -> None:
+    done = run(*(word.format(nowhere) for word in words))
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize("words", INTO_NOTHING, ids=" ".join)
+def test_a_working_folder_that_was_removed_is_named(words: tuple[str, ...], nowhere: Path) -> None:
+    done = run(*words)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "the working folder was removed" in done.stderr
+    assert "go to one that is there" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("db", "export", "{}", "--db", "t.db"),
+        ("db", "export", "--text", "{}", "--db", "t.db"),
+        ("db", "info", "--db", "{}"),
+        ("db", "import", "{}"),
+        ("db", "merge", "new.db", "{}"),
+        ("db", "winners", "--device", "{}", "--db", "t.db"),
+        ("db", "top", "--problem", "{}"),
+        ("db", "{}"),
+        ("db", "info", "{}"),
+        ("db", "info", "--{}"),
+        ("render", "--problem", SHORT, "--output", "{}"),
+        ("render", "--problem", SHORT, "--output", "{}/none"),
+        ("tune", "--hf-config", "{}"),
+        ("tune", "--model", "{}"),
+        ("tune", "--time-budget", "{}"),
+        ("explain", "--problem", SHORT, "--device", "{}"),
+        ("{}",),
+        ("--{}",),
+    ],
+    ids=" ".join,
+)
+def test_what_was_typed_steers_no_terminal(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "t.db" in words:
+        with TuningDatabase("t.db") as database:
+            fill(database)
+    done = run(*(word.format("a\x1b[31m\u202e\x07b") for word in words))
+    assert [char for char in done.output if not char.isprintable() and char != "\n"] == []
+    assert "Traceback" not in done.output
+    assert "a\\x1b[31m\\u202e\\x07b" in done.output

@@ -1,6 +1,7 @@
 """`fa-autotune db`: what its commands print, and what they import."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,11 @@ from click.testing import CliRunner, Result
 
 from fa_autotune.cli import main
 from fa_autotune.database import Miss, TuningDatabase
+from fa_autotune.dispatch.winners import load_snapshot
 from fa_autotune.problem.device import INTERPRETER, KNOWN_DEVICES
 from fa_autotune.records import TrialStatus
+from kit.command import start
+from kit.database_files import edit
 from kit.tuning_samples import H200, OTHER_PROBLEM, PROBLEM, begin, failed_record, fill, write_pack
 
 SHORT = "4x32x8x4096x4096x128,causal"
@@ -174,6 +178,14 @@ def test_misses_are_cleared_when_asked(path: Path) -> None:
     assert printed("misses", "--db", path) == "none\n"
 
 
+def test_misses_are_cleared_only_once_they_are_shown(path: Path, tmp_path: Path) -> None:
+    assert run("misses", "--clear", "--db", tmp_path / "none.db").exit_code == 2
+    assert not (tmp_path / "none.db").exists()
+    with Path("/dev/full").open("w") as full:
+        assert start("db", "misses", "--clear", "--db", str(path), stdout=full).returncode == 2
+    assert [miss["count"] for miss in document("misses", "--db", path)["misses"]] == [3]
+
+
 def test_export_import_and_import_again(path: Path, tmp_path: Path) -> None:
     assert printed("export", tmp_path / "pack.db", "--db", path) == f"wrote {tmp_path / 'pack.db'}: 2 trials\n"
     assert "2 trials" in printed("import", tmp_path / "pack.db", "--db", tmp_path / "new.db")
@@ -226,6 +238,32 @@ def test_merge_gathers_several_databases(path: Path, tmp_path: Path) -> None:
         fill(database, device=KNOWN_DEVICES["a100"])
     found = document("merge", tmp_path / "all.db", path, tmp_path / "a100.db")
     assert [imported["trials"] for imported in found["imports"]] == [5, 5]
+
+
+@pytest.mark.parametrize("bad", ["missing.db", "notes.txt", "row.db", "tuning.db"])
+def test_one_source_that_can_not_be_imported_leaves_everything_as_it_was(bad: str, path: Path, tmp_path: Path) -> None:
+    good = write_pack(tmp_path, "good.db")
+    (tmp_path / "notes.txt").write_text("mine")
+    shutil.copy(good, tmp_path / "row.db")
+    edit(tmp_path / "row.db", "UPDATE trials SET duration_s = 1e12")
+    before = document("info", "--db", path)["counts"]
+    for target in [path] if bad == path.name else [path, tmp_path / "new.db"]:
+        done = run("import", good, tmp_path / bad, "--db", target, "--json")
+        assert (done.exit_code, done.stdout, str(tmp_path / bad) in done.stderr) == (2, "", True), done.output
+    done = run("merge", target, good, tmp_path / bad)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert document("info", "--db", path)["counts"] == before
+    assert not (tmp_path / "new.db").exists()
+
+
+def test_a_row_that_is_refused_is_named_with_its_file_by_every_reader(path: Path, tmp_path: Path) -> None:
+    edit(path, "UPDATE trials SET duration_s = 1e12 WHERE id = 3")
+    says = f"{path}: trials row 3: duration_s=1000000000000.0 is not a time from 0 to 1e+09 s"
+    for words in (["winners", "--db", path], ["trials", "--db", path], ["import", path, "--db", tmp_path / "new.db"]):
+        done = run(*words)
+        assert (done.exit_code, done.stderr.startswith(f"Error: {says}; ")) == (2, True), done.output
+    snapshot = load_snapshot(path, [])
+    assert (snapshot.rows, snapshot.notes[0].startswith(says)) == ((), True)
 
 
 def test_a_database_that_is_not_there_is_an_error_of_ours(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.config import PortableFwdConfig
 from fa_autotune.space.registry import variant_spec
 from fa_autotune.space.seeds import default_config
-from kit.command import run
+from kit.command import run, start
 from kit.winners import winner
 
 SHORT = "4x32x8x4096x4096x128,causal"
@@ -52,6 +52,13 @@ def test_render_writes_over_its_own_files_only(tmp_path: Path) -> None:
     done = run("render", "--problem", SHORT, "--output", path)  # JSON is no kernel
     assert (done.exit_code, "not a kernel that fa-autotune wrote" in done.stderr) == (2, True)
     assert path.read_bytes() == before
+
+
+def test_render_writes_through_a_stream_that_is_open_already(tmp_path: Path) -> None:
+    with (tmp_path / "kernel.py").open("w") as file:
+        start("render", "--problem", SHORT, "--output", "/dev/stdout", stdout=file)
+        file.write("after")
+    assert (tmp_path / "kernel.py").read_text() == run("render", "--problem", SHORT).stdout + "after"
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -93,13 +100,25 @@ def test_render_refuses_a_config_with_the_rule(config: str, says: str) -> None:
 
 def test_render_writes_exactly_the_winners_of_the_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = replace(winner(path=tmp_path / "pack.db"), source=Source.PACK)
-    mine = replace(row, source=Source.USER, problem=AttentionProblem.parse("1x1x1x64x64x64"))
+    read: dict[Path | None, Snapshot] = {None: Snapshot(rows=(row,))}  # none of the user's
+    monkeypatch.setenv("FA_AUTOTUNE_DB", ":memory:")  # a database that is not used need not be usable
     monkeypatch.setattr("fa_autotune.paths.shipped_kernels_dir", lambda: tmp_path)
-    monkeypatch.setattr("fa_autotune.dispatch.winners.load_snapshot", lambda *_: Snapshot(rows=(row, mine)))
+    monkeypatch.setattr("fa_autotune.dispatch.winners.load_snapshot", lambda user_path, _: read[user_path])
     kernel, index = map(Path, json.loads(run("render", "--winners", "--json").stdout))
     assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == [index, kernel]
     assert kernel.read_text() == render(row.candidate).text
     assert kernel.relative_to(tmp_path).as_posix() in index.read_text()
+
+
+def test_render_takes_no_kernel_away_since_a_pack_can_not_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fa_autotune.paths.shipped_kernels_dir", lambda: tmp_path)
+    monkeypatch.setattr("fa_autotune.paths.pack_paths", lambda: [tmp_path / "gone.db"])
+    done = run("render", "--winners")
+    assert (done.exit_code, list(tmp_path.iterdir())) == (2, [])
+    assert "nothing was written, since not all winners can be read" in done.stderr
+    assert "gone.db is not used: " in done.stderr
 
 
 def test_render_writes_winners_in_a_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,22 @@
-"""What commands print stays readable in a narrow terminal."""
+"""What commands print stays readable in a narrow terminal, and steers none."""
 
+import ast
 import os
 from pathlib import Path
 
 import pytest
 
 from fa_autotune.cli import terminal
-from fa_autotune.cli.terminal import ProgressStream, fit, print_table, wrapped
+from fa_autotune.cli.terminal import (
+    ProgressStream,
+    echo,
+    echo_path,
+    fit,
+    print_table,
+    say,
+    shown,
+    wrapped,
+)
 
 PROBLEM = "fwd bf16 d128 causal 1×16×16×16384×16384"
 CONFIG = "64x64 w4 s1 maxnreg=128 heads_per_group=16 row_sum_lanes=8 exact_lengths=True"
@@ -121,8 +131,8 @@ def test_progress_is_dropped_while_it_can_not_be_written_and_shown_again_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing waits in a buffer to fail once more, and a disk that has space again gets what comes then."""
-    shown = tmp_path / "shown"
-    with shown.open("w", buffering=1) as stream, Path("/dev/full").open("w") as full:
+    written = tmp_path / "shown"
+    with written.open("w", buffering=1) as stream, Path("/dev/full").open("w") as full:
         monkeypatch.setattr("sys.stderr", stream)
         progress = ProgressStream()
         kept = os.dup(stream.fileno())
@@ -133,4 +143,55 @@ def test_progress_is_dropped_while_it_can_not_be_written_and_shown_again_later(
         os.dup2(kept, stream.fileno())
         os.close(kept)
         progress.write("last\n")
-    assert shown.read_text() == "first\nlast\n"
+    assert written.read_text() == "first\nlast\n"
+
+
+@pytest.mark.parametrize("width", [20, 40, 60])
+def test_a_command_in_backticks_stays_on_one_line(width: int) -> None:
+    command = "`fa-autotune db winners --db '/home/me/a  b/my tuning.db'`"
+    lines = wrapped(f"12 of 14 problems have winners; {command} shows them.", width).splitlines()
+    assert sum(command in line for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("\x1b]0;title\x07\x1b[31mred", r"\x1b]0;title\x07\x1b[31mred"),
+        ("a\nError: b\r", r"a\nError: b\r"),
+        ("\udcff\ud800", r"\xff\ud800"),
+        ("\x9b31m\u202eb", r"\x9b31m\u202eb"),
+        ("4×32 – é", "4×32 – é"),
+    ],
+)
+def test_what_steers_a_terminal_is_shown_as_escapes(
+    text: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shown(text) == expected
+    print_table(["why"], [[text]])
+    assert expected in capsys.readouterr().out
+    for show in (say, echo):
+        show(f"{text}\tb\nc")
+        assert capsys.readouterr().out.replace("\n", r"\n") == expected + r"	b\nc\n".replace(r"\t", "\t")
+
+
+def test_a_path_alone_comes_to_a_program_byte_for_byte(
+    capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path("/a\udcff\x1b")
+    echo_path(path)
+    assert capfdbinary.readouterr().out == b"/a\xff\x1b\n"
+    monkeypatch.setattr("fa_autotune.cli.terminal.terminal_width", lambda err=False: 60)
+    echo_path(path)
+    assert capfdbinary.readouterr().out == rb"/a\xff\x1b" + b"\n"
+
+
+def test_no_command_prints_past_it() -> None:
+    """Nor takes a path past the type that says where it leads."""
+    calls = [
+        (file.name, ast.unparse(node.func))
+        for file in Path(terminal.__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call)
+    ]
+    past = {"click.echo", "click.secho", "click.Path", "print", "sys.stdout.write", "sys.stderr.write"}
+    assert [call for call in calls if call[0] != "terminal.py" and call[1] in past] == []

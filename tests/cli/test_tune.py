@@ -55,6 +55,21 @@ def test_the_command_prints_a_line_per_problem_with_speed_and_ratio(path):
     assert all(re.search(r"\d+ +\d\.\d\d×", row) for row in rows)
 
 
+@pytest.mark.parametrize("unused", [":memory:", "~nobody_of_this_name/tuning.db"])
+def test_a_setting_that_is_not_used_may_be_unusable(unused, path, monkeypatch):
+    monkeypatch.setenv("FA_AUTOTUNE_DB", unused)
+    result = command("--problem", SHORT, "--trials", 2, "--db", path)
+    assert (result.exit_code, result.stdout.count(f"`fa-autotune db winners --db {path}` shows them.")) == (0, 1)
+
+
+def test_a_setting_that_is_used_is_named_before_the_work(path, monkeypatch):
+    monkeypatch.setenv("FA_AUTOTUNE_DB", ":memory:")
+    run, evaluator = replayed_job()
+    result = CliRunner().invoke(main, ["tune", "--problem", SHORT], obj=run)
+    assert (result.exit_code, evaluator.calls) == (2, [])
+    assert result.stderr.startswith("Error: FA_AUTOTUNE_DB: ':memory:' is not the path of a file")
+
+
 def test_progress_goes_to_stderr(path):
     result = command("--model", "llama-3-8b", "--seqlens", "2048,4096", "--trials", 6, "--db", path)
     assert "[2/2]" in result.stderr

@@ -52,6 +52,15 @@ def test_a_merge_has_a_file_to_go_to(tmp_path: Path) -> None:
     assert "is not the path of a file" in run("db", "merge", ":memory:", tmp_path / "a.db").stderr
 
 
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "link"])
+def test_a_database_is_no_stream_that_is_open_already(name: str, tmp_path: Path) -> None:
+    """What is printed there would go into its file too."""
+    (tmp_path / "link").symlink_to("/dev/stdout")
+    for words in (["db", "merge", tmp_path / name, "a.db"], ["tune", "--db", tmp_path / name]):
+        done = run(*words)
+        assert (done.exit_code, "is a stream that is open already" in done.stderr) == (2, True)
+
+
 @pytest.mark.parametrize("name", ["", " ", "--", "×"])
 def test_a_device_without_a_name_is_refused(name: str, tmp_path: Path) -> None:
     from fa_autotune.database import TuningDatabase

@@ -1,12 +1,16 @@
 """What a row may hold, and what a refusal says: table, row and rule."""
 
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
+from sqlite_utils import Database
 
 from fa_autotune.database.entries import MeasurementRow
+from fa_autotune.database.migrations import migrate
 from fa_autotune.database.rows import (
     COLUMNS,
     MAX_ARGUMENTS,
@@ -123,7 +127,9 @@ def test_what_is_written_is_read_back(table: str) -> None:
         ("sessions", "started_at", "2999-01-31T12:00:00.000000Z", "is not a past moment"),
         ("trials", "status", "fine", "status='fine' is not one of: ok"),
         ("trials", "error", "x" * (MAX_ERROR + 1), f"is not text of at most {MAX_ERROR} printable characters"),
-        ("trials", "duration_s", float("inf"), "duration_s=inf is not a finite number of at least 0.0"),
+        ("trials", "duration_s", float("inf"), "duration_s=inf is not a time from 0 to 1e\\+09 s"),
+        ("trials", "duration_s", 1e12, "duration_s=1000000000000.0 is not a time from 0 to 1e\\+09 s"),
+        ("kernels", "compile_s", 1e9, "compile_s=1000000000.0 is not a time from 0 to 1e\\+09 s"),
         ("trials", "max_error", True, "max_error=True is not a finite number"),
         ("measurements", "median_ms", 0.0, "median_ms=0.0 is not a time from 1e-06 to 1e"),
         ("measurements", "median_ms", 5e-324, "median_ms=5e-324 is not a time from 1e-06 to 1e"),
@@ -139,6 +145,41 @@ def test_a_value_that_breaks_a_rule_is_named_with_its_table_row_and_rule(
 ) -> None:
     with pytest.raises(InvalidPackError, match=f"^{table} row 7: .*(?:{says})"):
         read(table, **{column: value})
+
+
+UNLIKELY = (None, -1, 0, 2, 2**63 - 1, 0.5, -0.5, 1e9, 1e12, float("inf"), "", "fine", b"fine")
+
+
+def refusal(connection: sqlite3.Connection, table: str, column: str, value: object) -> str | None:
+    """What SQLite says against a value in a row that is right but for that; None if the schema takes it."""
+    row = {**{name: 1 for name in COLUMNS[table] if name.endswith("_id")}, **ROWS[table][1], column: value}
+    names = ", ".join(row)
+    try:
+        connection.execute(f"INSERT INTO {table} ({names}) VALUES ({', '.join('?' * len(row))})", list(row.values()))
+    except sqlite3.IntegrityError as error:
+        return str(error)
+    finally:
+        connection.rollback()
+    return None
+
+
+@pytest.mark.parametrize("table", ROWS)
+def test_what_the_schema_refuses_is_refused_when_it_is_read(table: str) -> None:
+    """Else an import fails at its last step, with SQLite's own words, and dispatch takes what an import refuses."""
+    refused = 0
+    with closing(sqlite3.connect(":memory:")) as connection:
+        migrate(Database(connection, execute_plugins=False))
+        checks = connection.execute("SELECT sql FROM sqlite_master WHERE name = ?", (table,)).fetchone()[0]
+        for column in ROWS[table][1]:
+            assert refusal(connection, table, column, ROWS[table][1][column]) is None
+            worse = {value: said for value in UNLIKELY if (said := refusal(connection, table, column, value))}
+            is_checked = f"CHECK ({column} " in checks
+            assert is_checked is any("CHECK constraint" in said for said in worse.values())
+            for value in worse if column in COLUMNS[table] else ():
+                refused += 1
+                with pytest.raises(InvalidPackError, match=f"^{table} row 7: "):
+                    read(table, **{column: value})
+    assert refused
 
 
 def test_a_figure_that_is_absent_is_beyond_every_bound() -> None:
