@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
+from fa_autotune.ops.torch_private import is_without_memory
 
 PLAIN = (Tensor, torch.nn.Parameter)  # torch.nn.Buffer makes Tensors
 
@@ -63,6 +64,16 @@ def _check_layout(name: str, tensor: Tensor) -> None:
         what = "tensor of mkldnn" if "mkldnn" in str(layout) else f"sparse tensor ({layout})"
         way = "convert it with to_dense()"
     raise InvalidProblemError(f"{name} is a {what}, attention takes dense ones; {way}")
+
+
+def is_in_memory(tensor: Tensor) -> bool:
+    """Whether a plain tensor's numbers lie in its memory: no zeros without any, and no view of the opposite sign."""
+    return not (tensor.is_neg() or is_without_memory(tensor))
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """The same numbers as they lie in memory; copied where they did not."""
+    return (tensor.clone() if is_without_memory(tensor) else tensor).resolve_neg()
 
 
 def refuse_proxy(name: str, value: Any) -> None:

@@ -48,6 +48,8 @@ is_batched: Callable[[Tensor], bool] = found("_C._functorch.is_legacy_batchedten
 unwrap_dead_wrappers: Callable[[tuple[Any, ...]], tuple[Any, ...]] = found(
     "_functorch.utils.unwrap_dead_wrappers", lambda values: values
 )
+# Of zeros that have no memory, as derivatives of torch's own are.
+is_without_memory: Callable[[Tensor], bool] = getattr(Tensor, "_is_zerotensor", lambda tensor: False)
 is_fake: Callable[[Any], bool] = found("_subclasses.fake_tensor.is_fake", lambda tensor: False)
 
 _profiler: Any = torch.autograd.profiler
