@@ -165,6 +165,11 @@ def kept_for_backward() -> Iterator[None]:
             meta["recompute"] = before
 
 
+def break_graph(reason: str) -> None:
+    """Have a graph end here that torch.compile records; where it must be one, torch raises an error with the reason."""
+    torch._dynamo.graph_break(msg=reason)
+
+
 def least_memory_budget() -> float:
     """Which share of the values that a backward needs a graph being traced may keep, 1.0 where torch does not tell."""
     budgets = [getattr(found("_functorch.config", None), "activation_memory_budget", 1.0)]

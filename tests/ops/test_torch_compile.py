@@ -8,6 +8,7 @@ import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -295,6 +296,46 @@ def test_what_does_not_fit_is_told_inside_a_graph_too(reference_only: None) -> N
 def test_the_default_backend_compiles_it() -> None:
     function = torch.compile(causal, fullgraph=True)
     assert_same(function, causal, *make(20, 20, batch=1))
+
+
+# --- numbers that a graph knows only when it runs ---------------------------------------------------------------------
+
+UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
+    "softcap": lambda x: attention(x, x, x, softcap=torch.tensor(3.0)),
+    "softcap, of numpy": lambda x: flash_attn_func(x, x, x, softcap=np.float32(3.0)),  # type: ignore[arg-type]
+    "dropout_p": lambda x: attention(x, x, x, dropout_p=np.float64(0.5)),
+    "window_size": lambda x: attention(x, x, x, window_size=(torch.tensor(3), 2)),  # type: ignore[arg-type]
+    "window_size, of numpy": lambda x: flash_attn_func(x, x, x, window_size=(np.int64(3), np.int64(2))),  # type: ignore[arg-type]
+    "window_size, one array": lambda x: attention(x, x, x, window_size=np.array([3, 2])),  # type: ignore[arg-type]
+    "causal": lambda x: attention(x, x, x, causal=np.bool_(True)),  # type: ignore[arg-type]
+    "is_causal": lambda x: scaled_dot_product_attention(x, x, x, is_causal=np.bool_(True)),  # type: ignore[arg-type]
+    "return_lse": lambda x: attention(x, x, x, return_lse=np.bool_(True)),  # type: ignore[call-overload]
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_decides_about_kernels_and_is_not_known_has_no_place_in_one_graph(name: str) -> None:
+    argument = name.partition(",")[0]
+    with pytest.raises(Exception, match=rf"{argument} is a \w+, whose value a graph does not know .* pass \w+\(…\)"):
+        compiled(UNKNOWN[name])(make(device=torch.device("cpu"))[0])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, which tells that it breaks the graph
+def test_without_fullgraph_it_ends_the_graph(reference_only: None) -> None:
+    q, k, v = make(device=torch.device("cpu"))
+
+    def call(q: Tensor, cap: Tensor) -> Tensor:
+        return attention(q, k, v, softcap=cap, causal=np.bool_(True)) + 1  # type: ignore[call-overload, no-any-return]
+
+    cap = torch.tensor(3.0)
+    assert torch.equal(torch.compile(call, backend="eager")(q, cap), call(q, cap))
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.3), np.float32(0.3)], ids=["torch", "numpy"])
+def test_a_scale_may_be_computed_by_the_graph(scale: Any, reference_only: None) -> None:
+    q, k, v = make(device=torch.device("cpu"))
+    graph = compiled(lambda x, scale: attention(x, k, v, softmax_scale=scale / np.sqrt(x.shape[1])))
+    torch.testing.assert_close(graph(q, scale), attention(q, k, v, softmax_scale=float(scale) / q.shape[1] ** 0.5))
 
 
 # --- export, tracing, fake tensors ------------------------------------------------------------------------------------
