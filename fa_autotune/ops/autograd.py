@@ -56,7 +56,7 @@ def attend(
     ):
         return _attend_with_care(q, k, v, extras, call, with_lse)
     if is_autocast(q):
-        q, k, v, extras = _cast_as_autocast(q, k, v, extras)
+        q, k, v, extras = cast_as_autocast(q, k, v, extras)
     try:
         plan = plan_of(q, k, v, extras, call)
     except RuntimeError:  # perhaps tensors that outlived a transform of torch.func, which have no memory of their own
@@ -101,7 +101,7 @@ def _attend_with_care(q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Cal
             "fa_autotune; use torch.autograd, or `attention` on a padded batch"
         )
     if is_autocast(q):
-        q, k, v, extras = _cast_as_autocast(q, k, v, extras)
+        q, k, v, extras = cast_as_autocast(q, k, v, extras)
     if not _is_compiling():
         # Views such as z.conj().imag, whose memory holds the opposite sign; a graph's operators resolve them.
         q, k, v = in_memory(q), in_memory(k), in_memory(v)
@@ -157,7 +157,7 @@ def is_autocast(q: Tensor) -> bool:
     return torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu")
 
 
-def _cast_as_autocast(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor, Tensor, Extras]:
+def cast_as_autocast(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor, Tensor, Extras]:
     """As autocast does with the operands of torch's own attention: float64 and integers stay.
 
     So does a mask in float32, which kernels read as it is.

@@ -12,7 +12,12 @@ from torch import Tensor
 from fa_autotune.errors import UnsupportedError
 from fa_autotune.ops.operators import LIBRARY
 from fa_autotune.ops.sharding import refuse_dropout
-from fa_autotune.ops.torch_private import is_in_dispatch_mode, kept_for_backward, least_memory_budget
+from fa_autotune.ops.torch_private import (
+    is_in_dispatch_mode,
+    kept_for_backward,
+    least_memory_budget,
+    may_have_backward,
+)
 from fa_autotune.reference.dropout import draw_seed
 
 _library: Any = torch.library  # its functions lack types
@@ -33,7 +38,7 @@ def seed_for(q: Tensor) -> Tensor:
 
 def _seed(like: Tensor) -> Tensor:
     refuse_dropout(like)
-    if torch.is_grad_enabled() and least_memory_budget() <= 0.0:
+    if torch.is_grad_enabled() and least_memory_budget() <= 0.0 and may_have_backward():
         raise UnsupportedError(
             "attention with dropout_p can't be differentiated where torch.compile keeps nothing of the forward "
             "(activation_memory_budget=0): its seed would be drawn again; give it a budget above 0, or use "

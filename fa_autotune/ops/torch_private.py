@@ -165,6 +165,22 @@ def kept_for_backward() -> Iterator[None]:
             meta["recompute"] = before
 
 
+def may_have_backward() -> bool:
+    """Whether the graph that torch.compile traces just now has a backward; True where torch does not tell.
+
+    It looks at a call several times, and knows of a backward only when it traces operators one by one, at last. Then a
+    graph without one names its inputs so, as does a part of any graph, which is traced for its own.
+    """
+    tracing = found("fx.experimental.proxy_tensor", None)
+    if not hasattr(tracing, "_CURRENT_MAKE_FX_TRACER"):
+        return True
+    mode, tracer = tracing.get_proxy_mode(), tracing._CURRENT_MAKE_FX_TRACER
+    if mode is None:
+        return False
+    inputs = [node.name for node in mode.tracer.graph.nodes if node.op == "placeholder"]
+    return getattr(tracer, "parent_tracer", tracing) is not None or not all(name.startswith("arg") for name in inputs)
+
+
 def break_graph(reason: str) -> None:
     """Have a graph end here that torch.compile records; where it must be one, torch raises an error with the reason."""
     torch._dynamo.graph_break(msg=reason)

@@ -80,14 +80,21 @@ def test_a_graph_draws_the_seeds_of_eager_calls() -> None:
     assert all(map(torch.equal, found, expected))
 
 
-def test_a_graph_that_may_keep_nothing_is_refused_where_it_has_a_backward() -> None:
-    tensors = torch.randn(3, 1, 64, 4, 32)
+@pytest.mark.parametrize("differentiated", ["q", "k", "v", "weight"])
+def test_a_graph_that_may_keep_nothing_is_refused_where_it_has_a_backward(differentiated: str) -> None:
+    tensors = dict(zip(["q", "k", "v", "weight"], torch.randn(4, 1, 64, 4, 32), strict=True))
+
+    def call(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Any:
+        return CALLS["attention"](q, k, v) * weight
+
     with functorch_config.patch(activation_memory_budget=0):
-        graph = torch.compile(CALLS["attention"], fullgraph=True, backend="aot_eager_decomp_partition")
-        with pytest.raises(Exception, match=r"where torch\.compile keeps nothing of the forward"):
-            graph(*tensors)
+        graph = torch.compile(call, fullgraph=True, backend="aot_eager_decomp_partition")
+        assert graph(**tensors).shape == tensors["q"].shape
+        tensors[differentiated].requires_grad_()
         with torch.no_grad():
-            assert graph(*tensors).shape == tensors[0].shape
+            assert graph(**tensors).shape == tensors["q"].shape
+        with pytest.raises(Exception, match=r"where torch\.compile keeps nothing of the forward"):
+            graph(**tensors)
 
 
 def test_an_eager_call_draws_from_the_generator_itself() -> None:

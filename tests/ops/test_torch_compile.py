@@ -180,6 +180,25 @@ def test_12_numbers_compile_twice(name: str, reference_only: None) -> None:
     assert counters["stats"]["unique_graphs"] == 2
 
 
+def test_the_signed_probabilities_of_changing_lengths_and_numbers_compile_twice(reference_only: None) -> None:
+    slopes, sinks = torch.ones(2), torch.zeros(2)
+
+    def call(q: Tensor, k: Tensor, number: float) -> Any:
+        return flash_attn_func(
+            q, k, k, number, number, True, (9, 0), number + 1, slopes, return_attn_probs=True, s_aux=sinks
+        )
+
+    graph = compiled(call)
+    for number in range(1, 5):
+        q, k = torch.randn(2, 16 + number, 2, 16), torch.randn(2, 20 + 2 * number, 1, 16)
+        found = []
+        for function in (graph, call):
+            torch.manual_seed(1)
+            found.append(function(q, k, number / 7))
+        assert all(map(torch.equal, *found))
+    assert counters["stats"]["unique_graphs"] == 2
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_12_numbers_compile_twice_where_nothing_is_recorded(mode: Any, reference_only: None) -> None:
     function, values = CHANGING["scale"]

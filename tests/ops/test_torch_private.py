@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fa_autotune.ops import torch_private
@@ -232,6 +233,15 @@ def test_the_least_memory_budget_is_that_of_the_region_or_of_the_process(monkeyp
     with torch.fx.traceback.preserve_node_meta():
         monkeypatch.setitem(torch.fx.traceback.current_meta, "custom", {key: 0.25})
         assert torch_private.least_memory_budget() == 0.25
+
+
+def test_a_backward_is_taken_for_granted_where_torch_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not torch_private.may_have_backward()
+    seen: list[bool] = []
+    make_fx(lambda x: seen.append(torch_private.may_have_backward()) or x + 1)(torch.ones(1))
+    assert seen == [True]
+    monkeypatch.delattr("torch.fx.experimental.proxy_tensor._CURRENT_MAKE_FX_TRACER")
+    assert torch_private.may_have_backward()
 
 
 # --- attention without any of it --------------------------------------------------------------------------------------
