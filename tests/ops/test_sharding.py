@@ -110,6 +110,47 @@ def test_a_graph_takes_plain_tensors_beside_sharded_ones(mesh: Any) -> None:
     torch.testing.assert_close(found.to_local(), expected.to_local())
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch itself
+@pytest.mark.parametrize("axis", [0, 2], ids=["batch", "heads"])
+def test_a_graph_of_sharded_tensors_takes_all_extras(axis: int, mesh: Any) -> None:
+    given = sharded_calls.qkv()
+    q, k, v = (shards_of(x, mesh, tensors.Shard(axis)) for x in given)
+    heads, rows, keys = q.shape[2], q.shape[1], k.shape[1]
+    sinks, mask = torch.ones(heads, requires_grad=True), torch.ones(rows, keys).cumsum(1).requires_grad_()
+    slopes = shards_of(torch.ones(heads), mesh, tensors.Replicate()).detach()
+
+    def call(*x: Any) -> Any:
+        q, k, v, sinks, mask = x
+        return attention(
+            q, k, v, sinks=sinks, attn_mask=mask, alibi_slopes=slopes, softcap=2.0, window_size=(3, 2), causal=True
+        )
+
+    found = []
+    for function in (torch.compile(call, fullgraph=True, backend="aot_eager"), call):
+        out = function(q, k, v, sinks, mask)
+        d_out = tensors.DTensor.from_local(torch.ones(out.to_local().shape), mesh, out.placements, run_check=False)
+        results = [out, *torch.autograd.grad(out, (q, k, v, sinks, mask), d_out)]
+        found.append([one.to_local() if sharding.is_sharded(one) else one for one in results])
+    torch.compiler.reset()
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch itself
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda q, k, v: attention(q, k, v, dropout_p=0.5), "attention of DTensors is not served with dropout_p"),
+        (lambda q, k, v: attention(q.to_local(), k, v), "some of q, k and v are DTensors and some are not"),
+    ],
+    ids=["dropout", "a mixture"],
+)
+def test_an_error_of_one_graph_says_what_is_not_served(call: Any, message: str, mesh: Any) -> None:
+    q, k, v = (shards_of(x, mesh, tensors.Shard(0)) for x in sharded_calls.qkv())
+    with pytest.raises(Exception, match=message):
+        torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v)
+    torch.compiler.reset()
+
+
 def test_flops_of_packed_sequences_are_counted_by_the_lengths_that_are_whole_on_each_device(mesh: Any) -> None:
     x = shards_of(torch.ones(8, 2, 16), mesh, tensors.Shard(1)).detach()
     starts = torch.tensor([0, 3, 8], dtype=torch.int32)
