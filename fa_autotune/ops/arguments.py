@@ -203,6 +203,7 @@ def _shown(value: Any) -> str:
 def as_tf32(fp32_precision: Any) -> bool:
     """Whether float32 products may be in tf32; InvalidProblemError for a precision that is none."""
     if not (isinstance(fp32_precision, str) and fp32_precision in ("ieee", "tf32")):
+        refuse_proxy("fp32_precision", fp32_precision)
         raise InvalidProblemError(
             f'fp32_precision={fp32_precision!r} is not "ieee" or "tf32"; leave it out for float32 products in full'
         )

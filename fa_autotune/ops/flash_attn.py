@@ -22,7 +22,8 @@ from fa_autotune.ops.autograd import (
 from fa_autotune.ops.call import BSHD, GENERATED, NO_EXTRAS, PACKED, Call, Extras
 from fa_autotune.ops.library import probabilities_of, probabilities_op
 from fa_autotune.ops.rows.kinds import rows_of
-from fa_autotune.ops.tensor_kinds import check_tensor, keep_out_of_scripts, refuse_proxy
+from fa_autotune.ops.tensor_kinds import check_tensor, refuse_proxy
+from fa_autotune.reference.scripting import keep_out_of_scripts
 
 
 def flash_attn_func(

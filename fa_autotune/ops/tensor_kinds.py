@@ -7,7 +7,7 @@ nobody would tell.
 
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,18 +83,6 @@ def refuse_proxy(name: str, value: Any) -> None:
             f"{name} is a {type(value).__name__}: torch.fx.symbolic_trace can't look into attention; keep the call "
             'whole by torch.fx.wrap("…") of its name in the module that calls it, or use torch.compile or torch.export'
         )
-
-
-def keep_out_of_scripts(function: Any) -> None:
-    """Have torch.jit.script refuse a function: it would translate its source, and stumble somewhere in it."""
-    function.__prepare_scriptable__ = _refuse_scripting
-
-
-def _refuse_scripting() -> NoReturn:
-    raise UnsupportedError(
-        "torch.jit.script can't translate attention; use torch.compile or torch.export, trace the module with "
-        "torch.jit.trace, or call attention in a function that torch.jit.ignore leaves to Python"
-    )
 
 
 def _answers_by_function(kind: type[Tensor]) -> bool:

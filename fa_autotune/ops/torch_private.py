@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fa_autotune.errors import UnsupportedError
+
 
 def found(path: str, fallback: Any) -> Any:
     """What a dotted path leads to from torch, its modules imported; the fallback where it leads nowhere."""
@@ -183,7 +185,10 @@ def may_have_backward() -> bool:
 
 def break_graph(reason: str) -> None:
     """Have a graph end here that torch.compile records; where it must be one, torch raises an error with the reason."""
-    torch._dynamo.graph_break(msg=reason)
+    end = found("_dynamo.graph_break", None)  # loaded, where a graph is recorded
+    if end is None:
+        raise UnsupportedError(reason)
+    end(msg=reason)
 
 
 def least_memory_budget() -> float:

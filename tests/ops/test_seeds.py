@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fa_autotune import attention, attention_varlen, scaled_dot_product_attention
+from fa_autotune.errors import UnsupportedError
 from fa_autotune.ops.seeds import seed_for
 from fa_autotune.reference.dropout import draw_seed
 
@@ -105,6 +106,14 @@ def test_an_eager_call_draws_from_the_generator_itself() -> None:
     assert torch.equal(seed_for(q), expected)
     torch.manual_seed(3)
     assert torch.equal(torch.ops.fa_autotune.seed(q), expected)
+
+
+@pytest.mark.parametrize("randomness", ["error", "different", "same"])
+@pytest.mark.parametrize("transform", [lambda f: f, lambda f: torch.func.grad(lambda *x: f(*x).sum())])
+def test_vmap_refuses_dropout(transform: Any, randomness: str) -> None:
+    tensors = torch.randn(3, 2, 1, 8, 4, 32)
+    with pytest.raises(UnsupportedError, match="attention with dropout_p has no rule for vmap"):
+        torch.vmap(transform(CALLS["attention"]), randomness=randomness)(*tensors)
 
 
 def test_vmap_of_a_graph_refuses_dropout() -> None:

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fa_autotune import attention, attention_varlen
 from fa_autotune.errors import UnsupportedError
 from fa_autotune.ops import sharding, torch_private
+from fa_autotune.ops.call import Extras
 
 distributed = pytest.importorskip("torch.distributed")
 tensors = pytest.importorskip("torch.distributed.tensor")
@@ -158,6 +159,14 @@ def test_flops_of_packed_sequences_are_counted_by_the_lengths_that_are_whole_on_
     with FlopCounterMode(display=False) as counter:
         attention_varlen(x, x, x, whole, whole)
     assert counter.get_total_flops() == 2 * x.shape[1] * (3 * 3 + 5 * 5) * (16 + 16)
+
+
+def test_lengths_that_are_shared_out_are_made_whole_once(mesh: Any) -> None:
+    """For the shards, for both directions, and for who counts FLOPs by them."""
+    x = shards_of(torch.ones(8, 2, 16), mesh, tensors.Shard(1)).detach()
+    starts = tensors.DTensor.from_local(torch.zeros(2, dtype=torch.int32), mesh, [tensors.Shard(0)], run_check=False)
+    extras = sharding.prepared(x, x, x, Extras(cu_seqlens_q=starts, cu_seqlens_k=starts))
+    assert [one.placements for one in extras.given()] == [(tensors.Replicate(),)] * 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.rest

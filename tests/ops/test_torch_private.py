@@ -14,6 +14,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fa_autotune.errors import UnsupportedError
 from fa_autotune.ops import torch_private
 from fa_autotune.ops.torch_private import found
 
@@ -242,6 +243,22 @@ def test_a_backward_is_taken_for_granted_where_torch_does_not_tell(monkeypatch: 
     assert seen == [True]
     monkeypatch.delattr("torch.fx.experimental.proxy_tensor._CURRENT_MAKE_FX_TRACER")
     assert torch_private.may_have_backward()
+
+
+def test_a_graph_ends_with_a_reason_and_where_torch_does_not_tell_how_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        torch_private.break_graph("this is why")
+        return x + 1
+
+    with pytest.raises(Exception, match="this is why"):
+        torch.compile(call, fullgraph=True, backend="eager")(torch.ones(1))
+    assert torch.compile(call, backend="eager")(torch.ones(1)) == 2
+    torch.compiler.reset()
+    monkeypatch.setattr(torch_private, "found", lambda path, fallback: fallback)
+    with pytest.raises(UnsupportedError, match="this is why"):
+        torch_private.break_graph("this is why")
 
 
 # --- attention without any of it --------------------------------------------------------------------------------------
