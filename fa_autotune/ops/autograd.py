@@ -95,7 +95,7 @@ def _attend_with_care(q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Cal
             registered()
         else:
             extras = prepared(q, k, v, extras)
-    if call.layout == PACKED and is_transforming() and not is_functionalizing():
+    if call.layout == PACKED and is_transforming() and (_is_compiling() or not is_functionalizing()):
         raise UnsupportedError(
             "attention_varlen is not served under torch.func's transforms (vmap, grad, vjp, jvp) by this release of "
             "fa_autotune; use torch.autograd, or `attention` on a padded batch"

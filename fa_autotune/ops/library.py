@@ -27,6 +27,7 @@ from fa_autotune.ops.torch_private import (
 )
 
 _library: Any = torch.library  # its functions lack types
+_is_compiling = torch.compiler.is_compiling
 
 # Numbers of a type that a graph may leave open, where `float` would make each a constant.
 _CALL = (
@@ -285,10 +286,12 @@ def _register_forward_autograd() -> None:
         if has_forward_mode():
             check_tangents(q, k, v, *arguments)
         if is_transforming() and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
-            raise UnsupportedError(
-                "attention has no gradient where torch.func.functionalize meets torch.func.grad (vjp, jacrev): leave "
-                "functionalize out, since attention changes none of its tensors, or trace with torch.compile"
-            )
+            if _is_compiling():
+                what, way = "inside torch.compile", "use torch.autograd, or transform what is not compiled"
+            else:
+                what = "where torch.func.functionalize meets it"
+                way = "leave functionalize out, since attention changes none of its tensors, or trace with torch.compile"
+            raise UnsupportedError(f"attention has no gradient by torch.func.grad (vjp, jacrev) {what}; {way}")
         call, extras = _said(arguments)
         as_sharded = prepared(q, k, v, extras)
         if is_sharded(q):

@@ -317,6 +317,29 @@ def test_the_default_backend_compiles_it() -> None:
     assert_same(function, causal, *make(20, 20, batch=1))
 
 
+# --- torch.func inside of a graph ------------------------------------------------------------------------------------
+
+TRANSFORMED: dict[str, tuple[Callable[..., Any], str]] = {
+    "grad": (torch.func.grad(lambda x: attention(x, x, x).sum()), r"no gradient by torch\.func\.grad .* inside torch\.com"),
+    "grad, packed": (
+        torch.func.grad(lambda x: attention_varlen(x[0], x[0], x[0], STARTS, STARTS).sum()),
+        r"attention_varlen is not served under torch\.func's transforms",
+    ),
+    "vmap, packed": (
+        torch.vmap(lambda x: attention_varlen(x, x, x, STARTS, STARTS)),
+        r"attention_varlen is not served under torch\.func's transforms",
+    ),
+    "jvp": (lambda x: torch.func.jvp(lambda x: attention(x, x, x), (x,), (x,)), "attention has no forward-mode deriva"),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_a_transform_inside_of_a_graph_is_refused_by_name(name: str, reference_only: None) -> None:
+    transformed, message = TRANSFORMED[name]
+    with pytest.raises(Exception, match=message):
+        compiled(transformed)(torch.randn(1, 16, 2, 16))
+
+
 # --- numbers that a graph knows only when it runs ---------------------------------------------------------------------
 
 UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
