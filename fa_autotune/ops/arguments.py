@@ -5,6 +5,7 @@ Checks of tensors are made once for each kind of call (`plans`), so they may tak
 
 from collections.abc import Mapping, Sequence, Set
 from enum import Enum
+from numbers import Complex, Real
 from operator import index
 from typing import Any
 
@@ -32,6 +33,7 @@ from fa_autotune.reference.attention import TORCH_DTYPES
 MIN_SCALE, MAX_SCALE = 2.0**-125, 2.0**127  # times log2(e), still a normal fp32 number
 DEVICE_TYPES = ("cuda", "cpu", "meta")  # meta: shapes alone, as torch's own attention
 _is_compiling, _is_dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
+_INTEGERS: tuple[Any, ...] = int, torch.SymInt
 DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 
 
@@ -178,7 +180,11 @@ def _as_float(name: str, value: Any, off: str) -> float:
     if isinstance(value, Tensor) and has_forward_mode():
         check_tangents(value)
     try:
-        if isinstance(value, (str, bytes)):
+        if isinstance(value, torch.SymFloat):  # a graph's own, which float() would make a constant
+            return value  # type: ignore[return-value]
+        if isinstance(value, torch.SymInt):
+            return torch.sym_float(value)  # type: ignore[no-untyped-call, no-any-return]
+        if isinstance(value, (str, bytes)) or (isinstance(value, Complex) and not isinstance(value, Real)):
             raise TypeError
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
@@ -188,7 +194,7 @@ def _as_float(name: str, value: Any, off: str) -> float:
 
 def _refuse_unreadable(name: str, value: Any, error: Exception) -> None:
     """InvalidProblemError for one number that torch does not tell."""
-    if isinstance(error, RuntimeError) and isinstance(value, Tensor) and value.numel() == 1:
+    if isinstance(error, RuntimeError) and isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         raise InvalidProblemError(
             f"{name} is a {type(value).__name__} whose value can't be read: it has no memory, or a transform or a "
             "trace looks on; pass a number of Python"
@@ -342,6 +348,8 @@ def as_window(value: Any) -> tuple[int, int]:
     refuse_proxy("window_size", value)
     way = "pass int(…)"
     _check_known("window_size", value, way)
+    left: Any
+    right: Any
     try:
         if isinstance(value, (Set, Mapping, bytes, bytearray)):  # no order, or none that was meant
             raise TypeError
@@ -350,9 +358,8 @@ def as_window(value: Any) -> tuple[int, int]:
             _check_known("window_size", side, way)
         if _is_bool(left) or _is_bool(right):
             raise TypeError
-        # A graph's own integers pass for int, and index() would make them constants.
-        left = left if type(left) is int else index(left)
-        right = right if type(right) is int else index(right)
+        # A graph's own integers pass for int, or are SymInts, and index() would make them constants.
+        left, right = (side if type(side) in _INTEGERS else index(side) for side in (left, right))
     except (TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, InvalidProblemError):
             raise

@@ -290,7 +290,9 @@ def _register_forward_autograd() -> None:
                 what, way = "inside torch.compile", "use torch.autograd, or transform what is not compiled"
             else:
                 what = "where torch.func.functionalize meets it"
-                way = "leave functionalize out, since attention changes none of its tensors, or trace with torch.compile"
+                way = (
+                    "leave functionalize out, since attention changes none of its tensors, or trace with torch.compile"
+                )
             raise UnsupportedError(f"attention has no gradient by torch.func.grad (vjp, jacrev) {what}; {way}")
         call, extras = _said(arguments)
         as_sharded = prepared(q, k, v, extras)

@@ -250,6 +250,8 @@ def test_a_window_has_an_order(value: Any) -> None:
         (lambda q, k, v: attention(q, k, v, fp32_precision=np.array(["a", "b"])), "fp32_precision=array.* is not"),
         (lambda q, k, v: attention(q, k, v, layout=np.array(["a", "b"])), "layout=array.* is not"),
         (lambda q, k, v: attention(q, k, v, softmax_scale=np.array([1.0, 2.0])), "softmax_scale=array.* is not a num"),
+        (lambda q, k, v: attention(q, k, v, softmax_scale=torch.tensor(1j)), "softmax_scale=tensor.* is not a number"),  # type: ignore[arg-type]
+        (lambda q, k, v: attention(q, k, v, softcap=np.complex64(2)), "softcap=np.complex64.* is not a number"),  # type: ignore[arg-type]
         (lambda q, k, v: attention(q, k, v, window_size=None), "window_size=None is not"),
         (lambda q, k, v: warmup([None]), "problem=None is a NoneType, and no problem; write it"),  # type: ignore[list-item]
         (lambda q, k, v: warmup(None), "problems=None is no list of problems; write"),  # type: ignore[arg-type]

@@ -320,7 +320,10 @@ def test_the_default_backend_compiles_it() -> None:
 # --- torch.func inside of a graph ------------------------------------------------------------------------------------
 
 TRANSFORMED: dict[str, tuple[Callable[..., Any], str]] = {
-    "grad": (torch.func.grad(lambda x: attention(x, x, x).sum()), r"no gradient by torch\.func\.grad .* inside torch\.com"),
+    "grad": (
+        torch.func.grad(lambda x: attention(x, x, x).sum()),
+        r"no gradient by torch\.func\.grad .* inside torch\.com",
+    ),
     "grad, packed": (
         torch.func.grad(lambda x: attention_varlen(x[0], x[0], x[0], STARTS, STARTS).sum()),
         r"attention_varlen is not served under torch\.func's transforms",
@@ -397,6 +400,24 @@ def test_an_exported_program_serves_other_lengths_and_survives_saving(reference_
     file.seek(0)
     tensors = make(33, 33, device=cpu)
     assert torch.equal(torch.export.load(file).module()(*tensors), causal(*tensors))
+
+
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.rest)], ids=["lax", "strict"])
+def test_numbers_that_follow_from_a_length_stay_open_in_an_exported_program(strict: bool, reference_only: None) -> None:
+    class OfLength(torch.nn.Module):
+        def forward(self, q: Tensor) -> Any:
+            length = q.shape[1]
+            options: dict[str, Any] = {"dropout_p": 1 / length, "softcap": length, "softmax_scale": length**-0.5}
+            return attention(q, q, q, window_size=(length // 3, length // 4), **options)
+
+    dim = torch.export.Dim("seqlen", min=4, max=99)
+    sizes = {"q": {1: dim}}
+    program = torch.export.export(OfLength(), (torch.randn(2, 20, 2, 16),), dynamic_shapes=sizes, strict=strict)
+    q, found = torch.randn(2, 31, 2, 16), []
+    for function in (program.module(), OfLength()):
+        torch.manual_seed(1)
+        found.append(function(q))
+    assert torch.equal(*found)
 
 
 def test_a_trace_holds_one_operator() -> None:
