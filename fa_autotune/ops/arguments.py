@@ -106,9 +106,13 @@ def _check_known(name: str, value: Any, way: str) -> None:
     break_graph(reason)
 
 
+def _wants_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
+
+
 def as_scale(value: Any) -> float:
     """A softmax_scale of any number type as a float; InvalidProblemError if it is no number, or wants a gradient."""
-    if isinstance(value, Tensor) and value.requires_grad:
+    if _wants_gradient(value):
         raise InvalidProblemError(
             "softmax_scale requires a gradient, which kernels do not give; multiply q by it and pass softmax_scale=1.0"
         )
@@ -117,7 +121,7 @@ def as_scale(value: Any) -> float:
 
 def as_softcap(value: Any) -> float:
     """A softcap of any number type as a float; InvalidProblemError if it is no number, or wants a gradient."""
-    if isinstance(value, Tensor) and value.requires_grad:
+    if _wants_gradient(value):
         raise InvalidProblemError("softcap requires a gradient, which kernels do not give; pass it detached")
     _check_known("softcap", value, "pass float(…)")
     return _as_float("softcap", value, "0.0 means none")
@@ -131,7 +135,7 @@ def as_flash_attn_softcap(value: Any) -> float:
 
 def as_dropout(value: Any) -> float:
     """A dropout_p of any number type as a float; InvalidProblemError if it is none from 0 to less than 1."""
-    if isinstance(value, Tensor) and value.requires_grad:
+    if _wants_gradient(value):
         raise InvalidProblemError("dropout_p requires a gradient, which kernels do not give; pass it detached")
     _check_known("dropout_p", value, "pass float(…)")
     number = _as_float("dropout_p", value, "0.0 means none")

@@ -102,10 +102,9 @@ def _attend_with_care(q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Cal
         )
     if is_autocast(q):
         q, k, v, extras = cast_as_autocast(q, k, v, extras)
-    if not _is_compiling():
-        # Views such as z.conj().imag, whose memory holds the opposite sign; a graph's operators resolve them.
-        q, k, v = in_memory(q), in_memory(k), in_memory(v)
-        extras = extras_of(tensor if tensor is None else in_memory(tensor) for tensor in extras)
+    # Views such as z.conj().imag, whose memory holds the opposite sign.
+    q, k, v = in_memory(q), in_memory(k), in_memory(v)
+    extras = extras_of(tensor if tensor is None else in_memory(tensor) for tensor in extras)
     if is_plain and not is_seen_by_others():
         if not is_profiling():
             return attend(q, k, v, extras, call, with_lse)

@@ -18,6 +18,7 @@ from fa_autotune.ops.torch_private import is_without_memory
 PLAIN = (Tensor, torch.nn.Parameter)  # torch.nn.Buffer makes Tensors
 
 _UNINITIALIZED = torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer
+_is_compiling = torch.compiler.is_compiling
 _Kind: Any = Tensor  # its class methods lack types
 _SILENT = (_Kind.__torch_function__.__func__, torch.nn.Parameter.__torch_function__)
 
@@ -72,7 +73,9 @@ def is_in_memory(tensor: Tensor) -> bool:
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """The same numbers as they lie in memory; copied where they did not."""
+    """The same numbers as they lie in memory; copied where they did not. A graph's operators do that themselves."""
+    if _is_compiling():
+        return tensor
     return (tensor.clone() if is_without_memory(tensor) else tensor).resolve_neg()
 
 

@@ -184,3 +184,13 @@ def test_a_scale_that_wants_a_gradient_is_refused() -> None:
     scale = torch.nn.Parameter(torch.tensor(0.3))
     with pytest.raises(InvalidProblemError, match=r"multiply q by it and pass softmax_scale=1\.0"):
         attention(*make_small(), softmax_scale=scale)
+
+
+@pytest.mark.parametrize("name", ["softmax_scale", "softcap"])
+def test_a_number_that_could_want_a_gradient_is_served_where_nothing_is_recorded(name: str) -> None:
+    number = torch.nn.Parameter(torch.tensor(0.5))
+    with pytest.raises(InvalidProblemError, match=f"{name} requires a gradient"):
+        attention(*make_small(), backend="reference", **{name: number})
+    with torch.no_grad():
+        found = attention(*make_small(), backend="reference", **{name: number})
+    assert torch.equal(found, attention(*make_small(), backend="reference", **{name: 0.5}))

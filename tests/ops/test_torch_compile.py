@@ -383,6 +383,17 @@ def test_a_scale_may_be_computed_by_the_graph(scale: Any, reference_only: None) 
     torch.testing.assert_close(graph(q, scale), attention(q, k, v, softmax_scale=float(scale) / q.shape[1] ** 0.5))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of torch itself
+def test_a_backward_that_compiled_autograd_records_is_in_one_graph(reference_only: None) -> None:
+    compiled_autograd = pytest.importorskip("torch._dynamo.compiled_autograd")
+    inputs, expected = (requiring(*make(20, 20, dtype=FLOAT32, device=torch.device("cpu"))) for _ in range(2))
+    with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        causal(*inputs).sum().backward()
+    causal(*expected).sum().backward()
+    for one, other in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
 # --- export, tracing, fake tensors ------------------------------------------------------------------------------------
 
 
