@@ -383,6 +383,7 @@ def test_a_scale_may_be_computed_by_the_graph(scale: Any, reference_only: None) 
     torch.testing.assert_close(graph(q, scale), attention(q, k, v, softmax_scale=float(scale) / q.shape[1] ** 0.5))
 
 
+@pytest.mark.rest
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of torch itself
 def test_a_backward_that_compiled_autograd_records_is_in_one_graph(reference_only: None) -> None:
     compiled_autograd = pytest.importorskip("torch._dynamo.compiled_autograd")
