@@ -333,13 +333,10 @@ def check_scale(scale: float) -> None:
 
 def mask_of(causal: Any, window_size: Any) -> tuple[int, int, int]:
     """(mask, window_left, window_right) of a call; where causal, a row sees no key after its own."""
-    if (
-        type(window_size) is tuple
-        and len(window_size) == 2
-        and type(window_size[0]) is type(window_size[1]) is int
-        and window_size == (OPEN, OPEN)
-    ):
-        return BOTTOM_RIGHT if causal else FULL, OPEN, OPEN
+    if type(window_size) is tuple and len(window_size) == 2:
+        left, right = window_size
+        if type(left) is type(right) is int and left == right == OPEN:
+            return BOTTOM_RIGHT if causal else FULL, OPEN, OPEN
     left, right = as_window(window_size)
     right = 0 if causal else right
     if left == OPEN and right in (OPEN, 0):
