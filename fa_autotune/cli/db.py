@@ -260,7 +260,8 @@ def recheck_command(*, path: Path | None, as_json: bool) -> None:
     say(f"{found.fresh} kernels of winners are of today's text")
     say(f"{found.renewed} had another text of the same machine code, and are fresh now")
     say(f"{found.other_release} were compiled by other releases of Triton, and were not looked at")
-    again = shell_command(["fa-autotune", "tune", "--recheck", *(["--db", path] if path else [])])
+    words: list[Path | str] = ["fa-autotune", "tune", "--recheck"]
+    again = shell_command([*words, "--db", path] if path else words)
     measure = f": `{again}` measures them again" if found.changed else ""
     say(f"{found.changed} have other machine code, or none that is known{measure}")
 

@@ -326,8 +326,8 @@ def _connect_read_only(real: Path, *, where: str, is_pack: bool, busy_s: float, 
             first = "" if os.access(real.parent, os.W_OK) else "copy both to a folder that you can write, where "
             raise DatabaseError(
                 f"{where} has the journal of a change that was cut short, {beside(real, JOURNAL)}; {first}"
-                f"`{shell_command(['sqlite-utils', 'tables', where])}` opens the file to write, which takes that change "
-                "back; if the journal is of another file, move it away"
+                f"`{shell_command(['sqlite-utils', 'tables', where])}` opens the file to write, which takes that "
+                "change back; if the journal is of another file, move it away"
             ) from None
         if waiting(real, LOG):
             raise DatabaseError(

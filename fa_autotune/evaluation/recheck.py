@@ -77,7 +77,7 @@ def code_digests(kernels: Iterable[KernelRow]) -> Iterator[tuple[KernelRow, str 
         waiting = [(kernel, pool.submit(_request(kernel))) for kernel in kernels]
         for kernel, future in waiting:
             resources = future.result().resources
-            yield kernel, resources and resources.code_digest
+            yield kernel, resources.code_digest if resources else None
 
 
 def _by_key(kernels: Mapping[int, KernelRow], compile_all: CodeDigests) -> Iterator[tuple[int, str | None]]:

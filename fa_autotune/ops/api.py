@@ -18,9 +18,10 @@ from fa_autotune.ops.arguments import as_extras, as_flag, as_tf32, call_of
 from fa_autotune.ops.autograd import attend
 from fa_autotune.ops.call import BHSD, BSHD, GENERATED, NO_EXTRAS, PACKED, REFERENCE, UNORDERED, Extras
 from fa_autotune.ops.rows.kinds import rows_of
-from fa_autotune.ops.tensor_kinds import PLAIN, causal_bias_of, keep_out_of_scripts, refuse_proxy
+from fa_autotune.ops.tensor_kinds import PLAIN, causal_bias_of, refuse_proxy
 from fa_autotune.problem.passes import SPLIT_BACKWARD, Pass
 from fa_autotune.problem.problem import AttentionProblem
+from fa_autotune.reference.scripting import keep_out_of_scripts
 
 __all__ = ["attention", "attention_varlen", "explain", "flush_misses", "warmup"]
 
@@ -160,6 +161,7 @@ def attention(
     if not (score_mod is mask_mod is q_scale is k_scale is v_scale is None):
         _check_served(score_mod=score_mod, mask_mod=mask_mod, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     if not isinstance(layout, str) or layout not in _LAYOUTS:
+        refuse_proxy("layout", layout)
         raise InvalidProblemError(
             f'layout={layout!r} is not "bshd" (batch, seqlen, heads, head_dim) or "bhsd" (heads before seqlen)'
         )
@@ -356,6 +358,7 @@ def check_max_seqlens(**values: Any) -> None:
 def _backend_of(backend: Any, usual: int) -> int:
     """What a backend's name means; InvalidProblemError for one that is none."""
     if not (isinstance(backend, str) and backend in (_GENERATED, "reference")):
+        refuse_proxy("backend", backend)
         raise InvalidProblemError(f'backend={backend!r} is not "generated" or "reference"; leave it out for kernels')
     return usual if backend == _GENERATED else REFERENCE
 

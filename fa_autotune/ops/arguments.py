@@ -5,6 +5,7 @@ Checks of tensors are made once for each kind of call (`plans`), so they may tak
 
 from collections.abc import Mapping, Sequence, Set
 from enum import Enum
+from numbers import Complex, Real
 from operator import index
 from typing import Any
 
@@ -25,12 +26,14 @@ from fa_autotune.ops.call import (
 from fa_autotune.ops.seeds import seed_for
 from fa_autotune.ops.tangents import check_tangents
 from fa_autotune.ops.tensor_kinds import check_tensor, refuse_proxy
-from fa_autotune.ops.torch_private import has_forward_mode
+from fa_autotune.ops.torch_private import break_graph, has_forward_mode
 from fa_autotune.problem.family import MAX_HEAD_DIM, MIN_HEAD_DIM
 from fa_autotune.reference.attention import TORCH_DTYPES
 
 MIN_SCALE, MAX_SCALE = 2.0**-125, 2.0**127  # times log2(e), still a normal fp32 number
 DEVICE_TYPES = ("cuda", "cpu", "meta")  # meta: shapes alone, as torch's own attention
+_is_compiling, _is_dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
+_INTEGERS: tuple[Any, ...] = int, torch.SymInt
 DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 
 
@@ -64,8 +67,8 @@ def as_flag(name: str, value: Any) -> bool:
     """
     if value is True or value is False:
         return bool(value)
-    kind = type(value)
-    if isinstance(value, torch.SymBool) or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")):
+    _check_known(name, value, "it is True or False: pass bool(…)")
+    if isinstance(value, torch.SymBool) or (_is_bool_of_numpy(value) and value.ndim == 0):
         return bool(value)
     refuse_proxy(name, value)
     try:
@@ -80,9 +83,36 @@ def as_flag(name: str, value: Any) -> bool:
     return number == 1
 
 
+def _is_unknown(value: Any) -> bool:
+    """Whether a graph that is being recorded computes a value; for Dynamo that is each of numpy's, constants too."""
+    return _is_compiling() and (
+        isinstance(value, Tensor) or (_is_dynamo_compiling() and type(value).__module__ == "numpy")
+    )
+
+
+def _check_known(name: str, value: Any, way: str) -> None:
+    """End the graph before what decides which kernel runs, and is not known while it is recorded.
+
+    InvalidProblemError where there must be one graph: of torch.export, or, within an error of torch's, of fullgraph.
+    """
+    if not _is_unknown(value):
+        return
+    reason = (
+        f"{name} is a {type(value).__name__}, whose value a graph does not know while it is recorded; {way} of it, "
+        "from outside of what is compiled"
+    )
+    if not _is_dynamo_compiling():
+        raise InvalidProblemError(reason)
+    break_graph(reason)
+
+
+def _wants_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
+
+
 def as_scale(value: Any) -> float:
     """A softmax_scale of any number type as a float; InvalidProblemError if it is no number, or wants a gradient."""
-    if isinstance(value, Tensor) and value.requires_grad:
+    if _wants_gradient(value):
         raise InvalidProblemError(
             "softmax_scale requires a gradient, which kernels do not give; multiply q by it and pass softmax_scale=1.0"
         )
@@ -91,8 +121,9 @@ def as_scale(value: Any) -> float:
 
 def as_softcap(value: Any) -> float:
     """A softcap of any number type as a float; InvalidProblemError if it is no number, or wants a gradient."""
-    if isinstance(value, Tensor) and value.requires_grad:
+    if _wants_gradient(value):
         raise InvalidProblemError("softcap requires a gradient, which kernels do not give; pass it detached")
+    _check_known("softcap", value, "pass float(…)")
     return _as_float("softcap", value, "0.0 means none")
 
 
@@ -104,8 +135,9 @@ def as_flash_attn_softcap(value: Any) -> float:
 
 def as_dropout(value: Any) -> float:
     """A dropout_p of any number type as a float; InvalidProblemError if it is none from 0 to less than 1."""
-    if isinstance(value, Tensor) and value.requires_grad:
+    if _wants_gradient(value):
         raise InvalidProblemError("dropout_p requires a gradient, which kernels do not give; pass it detached")
+    _check_known("dropout_p", value, "pass float(…)")
     number = _as_float("dropout_p", value, "0.0 means none")
     check_dropout(number)
     return number
@@ -133,31 +165,55 @@ def check_dropout(dropout_p: float) -> None:
 
 def _is_bool(value: Any) -> bool:
     """Whether a value is a yes or no, of Python, numpy or torch, which Python takes for a number."""
-    kind = type(value)
     return (
-        kind is bool
+        type(value) is bool
         or (isinstance(value, Tensor) and value.dtype is torch.bool)
-        or (kind.__module__ == "numpy" and "bool" in (kind.__name__.rstrip("_"), str(getattr(value, "dtype", ""))))
+        or (not _is_unknown(value) and _is_bool_of_numpy(value))
     )
+
+
+def _is_bool_of_numpy(value: Any) -> bool:
+    """Of one or of many."""
+    return type(value).__module__ == "numpy" and str(getattr(value, "dtype", "")) == "bool"
 
 
 def _as_float(name: str, value: Any, off: str) -> float:
     refuse_proxy(name, value)
     if _is_bool(value) and (name != "dropout_p" or value):  # `training and 0.1` is a dropout_p
-        raise InvalidProblemError(f"{name}={value!r} is no number: are the arguments in their order? {off}")
+        raise InvalidProblemError(f"{name}={_shown(value)} is no number: are the arguments in their order? {off}")
     if isinstance(value, Tensor) and has_forward_mode():
         check_tangents(value)
     try:
-        if isinstance(value, (str, bytes)):
+        if isinstance(value, torch.SymFloat):  # a graph's own, which float() would make a constant
+            return value  # type: ignore[return-value]
+        if isinstance(value, torch.SymInt):
+            return torch.sym_float(value)  # type: ignore[no-untyped-call, no-any-return]
+        if isinstance(value, (str, bytes)) or (isinstance(value, Complex) and not isinstance(value, Real)):
             raise TypeError
         return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise InvalidProblemError(f"{name}={value!r} is not a number; {off}") from None
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        _refuse_unreadable(name, value, error)
+        raise InvalidProblemError(f"{name}={_shown(value)} is not a number; {off}") from None
+
+
+def _refuse_unreadable(name: str, value: Any, error: Exception) -> None:
+    """InvalidProblemError for one number that torch does not tell."""
+    if isinstance(error, RuntimeError) and isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        raise InvalidProblemError(
+            f"{name} is a {type(value).__name__} whose value can't be read: it has no memory, or a transform or a "
+            "trace looks on; pass a number of Python"
+        ) from None
+
+
+def _shown(value: Any) -> str:
+    """A value in a message; a graph has no text of its own."""
+    return type(value).__name__ if _is_unknown(value) else repr(value)
 
 
 def as_tf32(fp32_precision: Any) -> bool:
     """Whether float32 products may be in tf32; InvalidProblemError for a precision that is none."""
     if not (isinstance(fp32_precision, str) and fp32_precision in ("ieee", "tf32")):
+        refuse_proxy("fp32_precision", fp32_precision)
         raise InvalidProblemError(
             f'fp32_precision={fp32_precision!r} is not "ieee" or "tf32"; leave it out for float32 products in full'
         )
@@ -277,8 +333,10 @@ def check_scale(scale: float) -> None:
 
 def mask_of(causal: Any, window_size: Any) -> tuple[int, int, int]:
     """(mask, window_left, window_right) of a call; where causal, a row sees no key after its own."""
-    if type(window_size) is tuple and window_size == (OPEN, OPEN):
-        return BOTTOM_RIGHT if causal else FULL, OPEN, OPEN
+    if type(window_size) is tuple and len(window_size) == 2:
+        left, right = window_size
+        if type(left) is type(right) is int and left == right == OPEN:
+            return BOTTOM_RIGHT if causal else FULL, OPEN, OPEN
     left, right = as_window(window_size)
     right = 0 if causal else right
     if left == OPEN and right in (OPEN, 0):
@@ -289,16 +347,25 @@ def mask_of(causal: Any, window_size: Any) -> tuple[int, int, int]:
 def as_window(value: Any) -> tuple[int, int]:
     """A window's (left, right) as integers, OPEN where they are negative; InvalidProblemError if they are no two."""
     refuse_proxy("window_size", value)
+    way = "pass int(…)"
+    _check_known("window_size", value, way)
+    left: Any
+    right: Any
     try:
         if isinstance(value, (Set, Mapping, bytes, bytearray)):  # no order, or none that was meant
             raise TypeError
         left, right = value
+        for side in (left, right):
+            _check_known("window_size", side, way)
         if _is_bool(left) or _is_bool(right):
             raise TypeError
-        # A graph's own integers pass for int, and index() would make them constants.
-        left = left if type(left) is int else index(left)
-        right = right if type(right) is int else index(right)
-    except (TypeError, ValueError):
+        # A graph's own integers pass for int, or are SymInts, and index() would make them constants.
+        left, right = (side if type(side) in _INTEGERS else index(side) for side in (left, right))
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, InvalidProblemError):
+            raise
+        for side in value if isinstance(value, (tuple, list)) else (value,):
+            _refuse_unreadable("window_size", side, error)
         raise InvalidProblemError(
             f"window_size={value!r} is not (left, right): how many keys a row sees before and after its own, integers, "
             "-1 for all; leave it out for no window"

@@ -23,7 +23,7 @@ from fa_autotune.ops.plans import Plan, plan_of
 from fa_autotune.ops.rows.kinds import rows_of
 from fa_autotune.ops.sharding import prepared, registered
 from fa_autotune.ops.tangents import check_tangents, refuse_forward_mode
-from fa_autotune.ops.tensor_kinds import PLAIN, ask, check_tensor
+from fa_autotune.ops.tensor_kinds import PLAIN, ask, check_tensor, in_memory, is_in_memory
 from fa_autotune.ops.torch_private import (
     apply_of,
     has_forward_mode,
@@ -32,6 +32,7 @@ from fa_autotune.ops.torch_private import (
     is_in_dispatch_mode,
     is_profiling,
     is_transforming,
+    is_without_memory,
     tracing_state,
     unwrap_dead_wrappers,
 )
@@ -49,12 +50,13 @@ def attend(
         not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN)
         or is_seen_by_others()
         or (q.is_neg() or k.is_neg() or v.is_neg())
+        or (is_without_memory(q) or is_without_memory(k) or is_without_memory(v))
         or (extras is not NO_EXTRAS and not all(map(_is_usual, extras.given())))
         or (is_profiling() and not is_named)
     ):
         return _attend_with_care(q, k, v, extras, call, with_lse)
     if is_autocast(q):
-        q, k, v, extras = _cast_as_autocast(q, k, v, extras)
+        q, k, v, extras = cast_as_autocast(q, k, v, extras)
     try:
         plan = plan_of(q, k, v, extras, call)
     except RuntimeError:  # perhaps tensors that outlived a transform of torch.func, which have no memory of their own
@@ -81,7 +83,7 @@ def attend(
 
 
 def _is_usual(tensor: Tensor) -> bool:
-    return type(tensor) in PLAIN and not tensor.is_neg()
+    return type(tensor) in PLAIN and is_in_memory(tensor)
 
 
 def _attend_with_care(q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call, with_lse: bool) -> Attended:
@@ -93,17 +95,16 @@ def _attend_with_care(q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Cal
             registered()
         else:
             extras = prepared(q, k, v, extras)
-    if call.layout == PACKED and is_transforming() and not is_functionalizing():
+    if call.layout == PACKED and is_transforming() and (_is_compiling() or not is_functionalizing()):
         raise UnsupportedError(
             "attention_varlen is not served under torch.func's transforms (vmap, grad, vjp, jvp) by this release of "
             "fa_autotune; use torch.autograd, or `attention` on a padded batch"
         )
     if is_autocast(q):
-        q, k, v, extras = _cast_as_autocast(q, k, v, extras)
-    if not _is_compiling():
-        # Views such as z.conj().imag, whose memory holds the opposite sign; a graph's operators resolve them.
-        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
-        extras = extras_of(tensor if tensor is None else tensor.resolve_neg() for tensor in extras)
+        q, k, v, extras = cast_as_autocast(q, k, v, extras)
+    # Views such as z.conj().imag, whose memory holds the opposite sign.
+    q, k, v = in_memory(q), in_memory(k), in_memory(v)
+    extras = extras_of(tensor if tensor is None else in_memory(tensor) for tensor in extras)
     if is_plain and not is_seen_by_others():
         if not is_profiling():
             return attend(q, k, v, extras, call, with_lse)
@@ -155,7 +156,7 @@ def is_autocast(q: Tensor) -> bool:
     return torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu")
 
 
-def _cast_as_autocast(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor, Tensor, Extras]:
+def cast_as_autocast(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor, Tensor, Extras]:
     """As autocast does with the operands of torch's own attention: float64 and integers stay.
 
     So does a mask in float32, which kernels read as it is.
@@ -228,7 +229,7 @@ class _Attention(torch.autograd.Function):
         for_q, for_k, for_v, _, _, *for_extras = ctx.needs_input_grad
         saved = Saved(q, k, v, out, lse, Extras(*extras) if extras else NO_EXTRAS)
         needed = needed_of(for_q, for_k, for_v, for_extras)
-        d_out = None if d_out is None else d_out.resolve_neg()
+        d_out = None if d_out is None else in_memory(d_out)
         found = _gradients_of(ctx.plan, saved, d_out, d_lse, needed)
         if found is None:
             found = gradients_op(saved, d_out, d_lse, ctx.plan.call, needed)
@@ -265,7 +266,7 @@ class _StackedAttention(torch.autograd.Function):
         saved = Saved(*parts_of(q, stacked, axis), out, lse, extras_of(extras))
         for_q, _, _, _, *for_extras = ctx.needs_input_grad
         needed = needed_of(q is None or for_q, True, True, for_extras)
-        d_out = None if d_out is None else d_out.resolve_neg()
+        d_out = None if d_out is None else in_memory(d_out)
         whole = torch.empty(stacked.shape, dtype=stacked.dtype, device=stacked.device)
         places: tuple[Tensor, ...] = whole.unbind(axis)
         into = Into(*places) if q is None else Into(None, *places)

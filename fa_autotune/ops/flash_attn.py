@@ -11,10 +11,19 @@ from torch import Tensor
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
 from fa_autotune.ops.api import check_max_seqlens
 from fa_autotune.ops.arguments import as_extras, as_flag, as_flash_attn_softcap, call_of
-from fa_autotune.ops.autograd import attend, attend_stacked, parts_of
+from fa_autotune.ops.autograd import (
+    attend,
+    attend_stacked,
+    cast_as_autocast,
+    is_autocast,
+    is_seen_by_others,
+    parts_of,
+)
 from fa_autotune.ops.call import BSHD, GENERATED, NO_EXTRAS, PACKED, Call, Extras
+from fa_autotune.ops.library import probabilities_of, probabilities_op
 from fa_autotune.ops.rows.kinds import rows_of
-from fa_autotune.ops.tensor_kinds import check_tensor, keep_out_of_scripts, refuse_proxy
+from fa_autotune.ops.tensor_kinds import check_tensor, refuse_proxy
+from fa_autotune.reference.scripting import keep_out_of_scripts
 
 
 def flash_attn_func(
@@ -276,7 +285,11 @@ def _probabilities(
     """S_dmask: the probabilities of a call with dropout, negative where they were dropped."""
     if call.dropout_p == 0.0:
         return None
-    return rows_of(call.layout).probabilities(q, k, extras, call, maxima)
+    if is_autocast(q):
+        q, k, v, extras = cast_as_autocast(q, k, v, extras)
+    if is_seen_by_others() and not rows_of(call.layout).is_packed:
+        return probabilities_op(q, k, extras, call)
+    return probabilities_of(q, k, extras, call, maxima)
 
 
 for _function in (

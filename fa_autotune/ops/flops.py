@@ -54,7 +54,7 @@ def _num_scores(q: Tensor, k: Tensor, layout: int, others: tuple[Any, ...], name
 
 def _lengths(cu_seqlens: Any, total: int) -> Iterator[float]:
     """Each sequence's; where none can be read, equal ones that make up the total."""
-    if is_sharded(cu_seqlens) and all(place.is_replicate() for place in cu_seqlens.placements):
+    if is_sharded(cu_seqlens) and all(place.is_replicate() for place in cu_seqlens.placements):  # as `prepared` has it
         cu_seqlens = cu_seqlens.to_local()
     if type(cu_seqlens) in PLAIN and cu_seqlens.device.type != "meta":
         yield from cu_seqlens.diff().tolist()

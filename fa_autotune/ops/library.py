@@ -27,6 +27,7 @@ from fa_autotune.ops.torch_private import (
 )
 
 _library: Any = torch.library  # its functions lack types
+_is_compiling = torch.compiler.is_compiling
 
 # Numbers of a type that a graph may leave open, where `float` would make each a constant.
 _CALL = (
@@ -195,6 +196,54 @@ def _gradients_by(
     return Gradients(*(gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True)))
 
 
+# --- S_dmask: an operator of its own, so that a graph of it is one for all lengths ------------------------------------
+
+# Calls name the first one; tracing takes it apart, where numbers that a graph leaves open are told.
+LIBRARY.define(f"probabilities(Tensor q, Tensor k, {_CALL}, {_EXTRAS}) -> Tensor")
+LIBRARY.define(
+    f"signed_probabilities(Tensor q, Tensor k, {_CALL}, {_EXTRAS}) -> Tensor", tags=torch.Tag.pt2_compliant_tag
+)
+
+
+def probabilities_of(
+    q: Tensor, k: Tensor, extras: Extras, call: Call, maxima: tuple[Any, Any] = (None, None)
+) -> Tensor:
+    """A call's signed probabilities, see `Rows.probabilities`; autocast would round their products."""
+    with torch.autocast("cuda" if q.is_cuda else "cpu", enabled=False):
+        return rows_of(call.layout).probabilities(q, k, extras, call, maxima)
+
+
+def probabilities_op(q: Tensor, k: Tensor, extras: Extras, call: Call) -> Tensor:
+    """`probabilities_of` rows of fixed lengths, through the dispatcher."""
+    found: Tensor = torch.ops.fa_autotune.probabilities(q, k, *call, *extras)
+    return found
+
+
+def _probabilities(q: Tensor, k: Tensor, *arguments: Any) -> Tensor:
+    op: Any = torch.ops.fa_autotune.signed_probabilities
+    given = (one.detach() if isinstance(one, Tensor) else one for one in (q, k, *opened(arguments)))
+    found: Tensor = op(*given)
+    return found
+
+
+def _signed_probabilities(q: Tensor, k: Tensor, *arguments: Any) -> Tensor:
+    call, extras = _said_with_numbers(arguments)
+    return probabilities_of(q, k, extras, call)
+
+
+def _fake_probabilities(q: Tensor, k: Tensor, *arguments: Any) -> Tensor:
+    call, _ = _said(arguments)
+    view = rows_of(call.layout).view
+    batch_size, heads, seqlen_q, _ = view(q).shape
+    return q.new_empty(batch_size, heads, seqlen_q, view(k).shape[2])
+
+
+LIBRARY.impl("probabilities", _probabilities, "CompositeImplicitAutograd")
+for _backend in ("CPU", "CUDA"):
+    LIBRARY.impl("signed_probabilities", _signed_probabilities, _backend)
+_library.register_fake("fa_autotune::signed_probabilities", _fake_probabilities, lib=LIBRARY)
+
+
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 
@@ -237,10 +286,14 @@ def _register_forward_autograd() -> None:
         if has_forward_mode():
             check_tangents(q, k, v, *arguments)
         if is_transforming() and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
-            raise UnsupportedError(
-                "attention has no gradient where torch.func.functionalize meets torch.func.grad (vjp, jacrev): leave "
-                "functionalize out, since attention changes none of its tensors, or trace with torch.compile"
-            )
+            if _is_compiling():
+                what, way = "inside torch.compile", "use torch.autograd, or transform what is not compiled"
+            else:
+                what = "where torch.func.functionalize meets it"
+                way = (
+                    "leave functionalize out, since attention changes none of its tensors, or trace with torch.compile"
+                )
+            raise UnsupportedError(f"attention has no gradient by torch.func.grad (vjp, jacrev) {what}; {way}")
         call, extras = _said(arguments)
         as_sharded = prepared(q, k, v, extras)
         if is_sharded(q):

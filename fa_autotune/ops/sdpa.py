@@ -10,7 +10,8 @@ from fa_autotune.errors import InvalidProblemError
 from fa_autotune.ops.arguments import as_dropout, as_extras, as_flag, as_scale
 from fa_autotune.ops.autograd import Attended, attend
 from fa_autotune.ops.call import BHSD, BHSD_STORED_AS_BSHD, BOTTOM_RIGHT, FULL, GENERATED, TOP_LEFT, Call
-from fa_autotune.ops.tensor_kinds import PLAIN, causal_bias_of, check_tensor, keep_out_of_scripts
+from fa_autotune.ops.tensor_kinds import PLAIN, causal_bias_of, check_tensor
+from fa_autotune.reference.scripting import keep_out_of_scripts
 
 
 def scaled_dot_product_attention(

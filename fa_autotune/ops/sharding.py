@@ -29,6 +29,7 @@ def is_sharded(tensor: Any) -> bool:
 def prepared(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Extras:
     """A call's extras as its operator takes them beside DTensors: one that is none is the same on every device.
 
+    cu_seqlens are made whole at once, for both directions and for who reads lengths.
     UnsupportedError where some are DTensors and q, k or v is not, and for dropout.
     """
     sharded: list[Any] = [tensor for tensor in (q, k, v) if is_sharded(tensor)]
@@ -53,14 +54,15 @@ def prepared(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Extras:
     of_tensors: Any = sys.modules["torch.distributed.tensor"]
     first, *_ = sharded
     mesh, whole = first.device_mesh, of_tensors.Replicate()
-    return Extras(
-        *(
-            one
-            if one is None or is_sharded(one)
-            else of_tensors.DTensor.from_local(one, mesh, [whole] * mesh.ndim, run_check=False)
-            for one in extras
-        )
-    )
+
+    def as_sharded(one: Any, *, is_whole: bool) -> Any:
+        if one is None:
+            return None
+        if not is_sharded(one):
+            return of_tensors.DTensor.from_local(one, mesh, [whole] * mesh.ndim, run_check=False)
+        return one.redistribute(placements=[whole] * one.device_mesh.ndim) if is_whole else one
+
+    return Extras(*(as_sharded(one, is_whole=name.startswith("cu_seqlens")) for name, one in extras._asdict().items()))
 
 
 def refuse_dropout(tensor: Tensor) -> None:

@@ -7,16 +7,18 @@ nobody would tell.
 
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fa_autotune.errors import FaAutotuneError, InvalidProblemError, UnsupportedError
+from fa_autotune.ops.torch_private import is_without_memory
 
 PLAIN = (Tensor, torch.nn.Parameter)  # torch.nn.Buffer makes Tensors
 
 _UNINITIALIZED = torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer
+_is_compiling = torch.compiler.is_compiling
 _Kind: Any = Tensor  # its class methods lack types
 _SILENT = (_Kind.__torch_function__.__func__, torch.nn.Parameter.__torch_function__)
 
@@ -65,6 +67,18 @@ def _check_layout(name: str, tensor: Tensor) -> None:
     raise InvalidProblemError(f"{name} is a {what}, attention takes dense ones; {way}")
 
 
+def is_in_memory(tensor: Tensor) -> bool:
+    """Whether a plain tensor's numbers lie in its memory: no zeros without any, and no view of the opposite sign."""
+    return not (tensor.is_neg() or is_without_memory(tensor))
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """The same numbers as they lie in memory; copied where they did not. A graph's operators do that themselves."""
+    if _is_compiling():
+        return tensor
+    return (tensor.clone() if is_without_memory(tensor) else tensor).resolve_neg()
+
+
 def refuse_proxy(name: str, value: Any) -> None:
     """InvalidProblemError for what stands for a value while torch.fx traces symbolically."""
     if isinstance(value, torch.fx.Proxy):
@@ -72,18 +86,6 @@ def refuse_proxy(name: str, value: Any) -> None:
             f"{name} is a {type(value).__name__}: torch.fx.symbolic_trace can't look into attention; keep the call "
             'whole by torch.fx.wrap("…") of its name in the module that calls it, or use torch.compile or torch.export'
         )
-
-
-def keep_out_of_scripts(function: Any) -> None:
-    """Have torch.jit.script refuse a function: it would translate its source, and stumble somewhere in it."""
-    function.__prepare_scriptable__ = _refuse_scripting
-
-
-def _refuse_scripting() -> NoReturn:
-    raise UnsupportedError(
-        "torch.jit.script can't translate attention; use torch.compile or torch.export, trace the module with "
-        "torch.jit.trace, or call attention in a function that torch.jit.ignore leaves to Python"
-    )
 
 
 def _answers_by_function(kind: type[Tensor]) -> bool:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fa_autotune.errors import UnsupportedError
+
 
 def found(path: str, fallback: Any) -> Any:
     """What a dotted path leads to from torch, its modules imported; the fallback where it leads nowhere."""
@@ -48,6 +50,8 @@ is_batched: Callable[[Tensor], bool] = found("_C._functorch.is_legacy_batchedten
 unwrap_dead_wrappers: Callable[[tuple[Any, ...]], tuple[Any, ...]] = found(
     "_functorch.utils.unwrap_dead_wrappers", lambda values: values
 )
+# Of zeros that have no memory, as derivatives of torch's own are.
+is_without_memory: Callable[[Tensor], bool] = getattr(Tensor, "_is_zerotensor", lambda tensor: False)
 is_fake: Callable[[Any], bool] = found("_subclasses.fake_tensor.is_fake", lambda tensor: False)
 
 _profiler: Any = torch.autograd.profiler
@@ -161,6 +165,30 @@ def kept_for_backward() -> Iterator[None]:
             del meta["recompute"]
         else:
             meta["recompute"] = before
+
+
+def may_have_backward() -> bool:
+    """Whether the graph that torch.compile traces just now has a backward; True where torch does not tell.
+
+    It looks at a call several times, and knows of a backward only when it traces operators one by one, at last. Then a
+    graph without one names its inputs so, as does a part of any graph, which is traced for its own.
+    """
+    tracing = found("fx.experimental.proxy_tensor", None)
+    if not hasattr(tracing, "_CURRENT_MAKE_FX_TRACER"):
+        return True
+    mode, tracer = tracing.get_proxy_mode(), tracing._CURRENT_MAKE_FX_TRACER
+    if mode is None:
+        return False
+    inputs = [node.name for node in mode.tracer.graph.nodes if node.op == "placeholder"]
+    return getattr(tracer, "parent_tracer", tracing) is not None or not all(name.startswith("arg") for name in inputs)
+
+
+def break_graph(reason: str) -> None:
+    """Have a graph end here that torch.compile records; where it must be one, torch raises an error with the reason."""
+    end = found("_dynamo.graph_break", None)  # loaded, where a graph is recorded
+    if end is None:
+        raise UnsupportedError(reason)
+    end(msg=reason)
 
 
 def least_memory_budget() -> float:

@@ -3,10 +3,13 @@
 The kernels compute the same bits (`is_kept` in templates/_forward.py.jinja), whatever their tiles.
 """
 
+from operator import index
+
 import torch
 from torch import Tensor
 
 from fa_autotune.errors import InvalidProblemError
+from fa_autotune.reference.scripting import keep_out_of_scripts
 
 STEPS = 65_536  # p is rounded to a whole number of them: a probability is kept by 16 bits
 ROUNDS = 7
@@ -42,10 +45,22 @@ def dropout_mask(
     """
     if not isinstance(seed, Tensor) or seed.numel() != 1 or seed.dtype != torch.int64:
         raise InvalidProblemError(f"seed={seed!r} is no seed; draw_seed(device) gives one, an int64 tensor (1,)")
-    if not isinstance(dropout_p, (int, float)) or not 0.0 <= dropout_p < 1.0:
+    try:
+        share = -1.0 if isinstance(dropout_p, (bool, str, bytes)) else float(dropout_p)
+    except (TypeError, ValueError, RuntimeError):
+        share = -1.0
+    if not 0.0 <= share < 1.0:
         raise InvalidProblemError(f"dropout_p={dropout_p!r} is not from 0 to less than 1; 0.0 means none")
-    heads = head_numbers(batch_size, num_q_heads, seed.device)
-    return kept_of(seed, heads, range(seqlen_q), range(seqlen_k), dropout_p)
+    sizes = {"batch_size": batch_size, "num_q_heads": num_q_heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    for name, size in sizes.items():
+        try:
+            sizes[name] = index(size)
+        except (TypeError, ValueError, RuntimeError):
+            sizes[name] = -1
+        if sizes[name] < 0:
+            raise InvalidProblemError(f"{name}={size!r} is no size; it is an integer from 0 on")
+    heads = head_numbers(sizes["batch_size"], sizes["num_q_heads"], seed.device)
+    return kept_of(seed, heads, range(sizes["seqlen_q"]), range(sizes["seqlen_k"]), share)
 
 
 def head_numbers(batch_size: int, num_q_heads: int, device: torch.device) -> Tensor:
@@ -78,3 +93,7 @@ def _philox(seed: Tensor, first: Tensor, second: Tensor, third: Tensor) -> tuple
         )
         key_0, key_1 = (key_0 + _KEY_STEPS[0]) & _LOW, (key_1 + _KEY_STEPS[1]) & _LOW
     return words
+
+
+for _function in (draw_seed, dropout_mask):
+    keep_out_of_scripts(_function)

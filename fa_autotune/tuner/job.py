@@ -73,8 +73,8 @@ def tune(
     `resume` they also count against the budget, and problems that are done are skipped; so do the trials that other
     jobs end while this one runs. A problem that another live job has claimed is left to it, and looked at again at the
     end. With `recheck` nothing is searched: only what the database has as winners and their finalists, of whatever
-    Triton or text, is tried, and problems whose winners are current are skipped. `variants` restricts the search. On KeyboardInterrupt the session is marked interrupted and what was measured
-    stays. `digest` and `clock` are for tests.
+    Triton or text, is tried, and problems whose winners are current are skipped. `variants` restricts the search. On
+    KeyboardInterrupt the session is marked interrupted and what was measured stays. `digest` and `clock` are for tests.
     """
     on_event = _heard_or_not(on_event)
     distinct = list(dict.fromkeys(problems))

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fa_autotune import (
     attention,
+    attention_varlen,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     scaled_dot_product_attention,
@@ -62,6 +63,53 @@ def test_packed_gradients_see_the_opposite_sign_of_a_view(part: str) -> None:
     else:
         q, kv = negated[:, :, 0], torch.randn(1, 20, 2, 2, 16, device=DEVICE, requires_grad=True)
         assert torch.equal(flash_attn_kvpacked_func(q, kv), attention(q.resolve_neg(), *kv.unbind(2)))
+
+
+def zeros_of(like: Tensor) -> Tensor:
+    """Zeros that have no memory, as torch's own derivatives give them."""
+    zeros: Tensor = torch._efficientzerotensor(like.shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
+    return zeros
+
+
+X = torch.ones(1, 8, 2, 16, device=DEVICE).cumsum(1)
+STARTS = torch.tensor([0, 8], dtype=torch.int32, device=DEVICE)
+ONE_OF_THEM: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
+    "q": (lambda x: attention(x, X, X), X),
+    "k": (lambda x: scaled_dot_product_attention(X, x, X), X),
+    "v": (lambda x: attention_varlen(X[0], X[0], x, STARTS, STARTS), X[0]),
+    "cu_seqlens": (lambda x: attention_varlen(X[0], X[0], X[0], x, x), STARTS),
+    "sinks": (lambda x: attention(X, X, X, sinks=x), X[0, 0, :, 0]),
+    "alibi_slopes": (lambda x: attention(X, X, X, alibi_slopes=x), X[0, 0, :, 0]),
+    "attn_mask": (lambda x: attention(X, X, X, attn_mask=x), X[0, 0, :, :8].repeat(4, 1)),
+    "a bool attn_mask": (lambda x: attention(X, X, X, attn_mask=x), torch.ones(8, 8, dtype=torch.bool, device=DEVICE)),
+    "qkv": (flash_attn_qkvpacked_func, torch.stack([X, X, X], 2).requires_grad_()),
+    "kv": (lambda x: flash_attn_kvpacked_func(X, x), torch.stack([X, X], 2)),
+}
+
+
+@runs_kernels
+@pytest.mark.parametrize("name", ONE_OF_THEM)
+def test_zeros_that_have_no_memory_count_as_zeros(name: str) -> None:
+    call, like = ONE_OF_THEM[name]
+    found = call(zeros_of(like).requires_grad_(like.requires_grad))
+    assert torch.equal(found, call(torch.zeros_like(like)))
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: attention(x, x, x),
+        lambda x: attention_varlen(x[0], x[0], x[0], STARTS, STARTS),
+        lambda x: flash_attn_qkvpacked_func(torch.stack([x, x, x], 2)),
+    ],
+    ids=["attention", "varlen", "stacked"],
+)
+def test_a_gradient_that_has_no_memory_counts_as_zeros(call: Callable[[Tensor], Tensor]) -> None:
+    x = X.clone().requires_grad_()
+    out = call(x)
+    (gradient,) = torch.autograd.grad(out, x, zeros_of(out))
+    assert torch.equal(gradient, torch.zeros_like(x))
 
 
 @runs_kernels
@@ -136,3 +184,13 @@ def test_a_scale_that_wants_a_gradient_is_refused() -> None:
     scale = torch.nn.Parameter(torch.tensor(0.3))
     with pytest.raises(InvalidProblemError, match=r"multiply q by it and pass softmax_scale=1\.0"):
         attention(*make_small(), softmax_scale=scale)
+
+
+@pytest.mark.parametrize("name", ["softmax_scale", "softcap"])
+def test_a_number_that_could_want_a_gradient_is_served_where_nothing_is_recorded(name: str) -> None:
+    number = torch.nn.Parameter(torch.tensor(0.5))
+    with pytest.raises(InvalidProblemError, match=f"{name} requires a gradient"):
+        attention(*make_small(), backend="reference", **{name: number})
+    with torch.no_grad():
+        found = attention(*make_small(), backend="reference", **{name: number})
+    assert torch.equal(found, attention(*make_small(), backend="reference", **{name: 0.5}))

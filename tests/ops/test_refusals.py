@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.bias import CausalVariant
 
 from fa_autotune import (
@@ -158,12 +159,12 @@ def test_a_flag_that_is_neither_true_nor_false_is_refused(name: str, value: Any)
         FLAGS[name](value)
 
 
-@pytest.mark.parametrize("value", [True, 1, np.True_, np.int64(1)], ids=repr)
+@pytest.mark.parametrize("value", [True, 1, np.True_, np.int64(1), np.array(True)], ids=repr)
 def test_a_flag_may_be_a_bool_or_a_0_or_1_of_any_kind(value: Any, reference_only: None) -> None:
     q, k, v = make_small(device=torch.device("cpu"))
     out, _ = attention(q, k, v, causal=value, return_lse=value)
     assert torch.equal(out, attention(q, k, v, causal=True))
-    assert attention(q, k, v, causal=type(value)(0)).ne(out).any()
+    assert attention(q, k, v, causal=value ^ value).ne(out).any()
 
 
 def test_a_scale_in_the_place_of_a_flag_is_refused() -> None:
@@ -189,6 +190,31 @@ BOOLS_AS_NUMBERS: dict[str, Callable[[Any], Any]] = {
 def test_a_bool_in_the_place_of_a_number_is_refused(name: str, value: Any) -> None:
     with pytest.raises(InvalidProblemError, match=rf"^{name.split(',')[0]}="):
         BOOLS_AS_NUMBERS[name](value)
+
+
+NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "softmax_scale": lambda value: attention(X, X, X, softmax_scale=value),
+    "softcap": lambda value: flash_attn_func(X, X, X, softcap=value),
+    "dropout_p": lambda value: scaled_dot_product_attention(X, X, X, dropout_p=value),
+    "window_size": lambda value: attention(X, X, X, window_size=(value.int(), 2)),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize(
+    "seen",
+    [
+        lambda call: call(torch.empty((), device="meta")),
+        lambda call: torch.vmap(call)(torch.ones(1)),
+        lambda call: make_fx(call)(torch.tensor(0.5)),
+    ],
+    ids=["meta", "vmap", "make_fx"],
+)
+def test_a_number_whose_value_cannot_be_read_is_refused(name: str, seen: Callable[..., Any]) -> None:
+    with pytest.raises(
+        InvalidProblemError, match=rf"^{name} is a Tensor whose value can't be read: .* a number of Pyt"
+    ):
+        seen(NUMBERS[name])
 
 
 def test_false_is_no_dropout_and_true_is_refused(reference_only: None) -> None:
@@ -224,6 +250,8 @@ def test_a_window_has_an_order(value: Any) -> None:
         (lambda q, k, v: attention(q, k, v, fp32_precision=np.array(["a", "b"])), "fp32_precision=array.* is not"),
         (lambda q, k, v: attention(q, k, v, layout=np.array(["a", "b"])), "layout=array.* is not"),
         (lambda q, k, v: attention(q, k, v, softmax_scale=np.array([1.0, 2.0])), "softmax_scale=array.* is not a num"),
+        (lambda q, k, v: attention(q, k, v, softmax_scale=torch.tensor(1j)), "softmax_scale=tensor.* is not a number"),  # type: ignore[arg-type]
+        (lambda q, k, v: attention(q, k, v, softcap=np.complex64(2)), "softcap=np.complex64.* is not a number"),  # type: ignore[arg-type]
         (lambda q, k, v: attention(q, k, v, window_size=None), "window_size=None is not"),
         (lambda q, k, v: warmup([None]), "problem=None is a NoneType, and no problem; write it"),  # type: ignore[list-item]
         (lambda q, k, v: warmup(None), "problems=None is no list of problems; write"),  # type: ignore[arg-type]

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from fa_autotune import attention, attention_varlen, scaled_dot_product_attention
+from fa_autotune.errors import UnsupportedError
 from fa_autotune.ops.seeds import seed_for
 from fa_autotune.reference.dropout import draw_seed
+from kit.combinations import rest
 
 pytestmark = [
     pytest.mark.usefixtures("reference_only"),
@@ -80,14 +82,21 @@ def test_a_graph_draws_the_seeds_of_eager_calls() -> None:
     assert all(map(torch.equal, found, expected))
 
 
-def test_a_graph_that_may_keep_nothing_is_refused_where_it_has_a_backward() -> None:
-    tensors = torch.randn(3, 1, 64, 4, 32)
+@pytest.mark.parametrize("differentiated", ["v", "weight", *rest(["q", "k"])])
+def test_a_graph_that_may_keep_nothing_is_refused_where_it_has_a_backward(differentiated: str) -> None:
+    tensors = dict(zip(["q", "k", "v", "weight"], torch.randn(4, 1, 64, 4, 32), strict=True))
+
+    def call(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Any:
+        return CALLS["attention"](q, k, v) * weight
+
     with functorch_config.patch(activation_memory_budget=0):
-        graph = torch.compile(CALLS["attention"], fullgraph=True, backend="aot_eager_decomp_partition")
-        with pytest.raises(Exception, match=r"where torch\.compile keeps nothing of the forward"):
-            graph(*tensors)
+        graph = torch.compile(call, fullgraph=True, backend="aot_eager_decomp_partition")
+        assert graph(**tensors).shape == tensors["q"].shape
+        tensors[differentiated].requires_grad_()
         with torch.no_grad():
-            assert graph(*tensors).shape == tensors[0].shape
+            assert graph(**tensors).shape == tensors["q"].shape
+        with pytest.raises(Exception, match=r"where torch\.compile keeps nothing of the forward"):
+            graph(**tensors)
 
 
 def test_an_eager_call_draws_from_the_generator_itself() -> None:
@@ -98,6 +107,14 @@ def test_an_eager_call_draws_from_the_generator_itself() -> None:
     assert torch.equal(seed_for(q), expected)
     torch.manual_seed(3)
     assert torch.equal(torch.ops.fa_autotune.seed(q), expected)
+
+
+@pytest.mark.parametrize("randomness", ["error", "different", "same"])
+@pytest.mark.parametrize("transform", [lambda f: f, lambda f: torch.func.grad(lambda *x: f(*x).sum())])
+def test_vmap_refuses_dropout(transform: Any, randomness: str) -> None:
+    tensors = torch.randn(3, 2, 1, 8, 4, 32)
+    with pytest.raises(UnsupportedError, match="attention with dropout_p has no rule for vmap"):
+        torch.vmap(transform(CALLS["attention"]), randomness=randomness)(*tensors)
 
 
 def test_vmap_of_a_graph_refuses_dropout() -> None:

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fa_autotune import attention, attention_varlen
 from fa_autotune.errors import UnsupportedError
 from fa_autotune.ops import sharding, torch_private
+from fa_autotune.ops.call import Extras
 
 distributed = pytest.importorskip("torch.distributed")
 tensors = pytest.importorskip("torch.distributed.tensor")
@@ -110,6 +111,47 @@ def test_a_graph_takes_plain_tensors_beside_sharded_ones(mesh: Any) -> None:
     torch.testing.assert_close(found.to_local(), expected.to_local())
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch itself
+@pytest.mark.parametrize("axis", [0, 2], ids=["batch", "heads"])
+def test_a_graph_of_sharded_tensors_takes_all_extras(axis: int, mesh: Any) -> None:
+    given = sharded_calls.qkv()
+    q, k, v = (shards_of(x, mesh, tensors.Shard(axis)) for x in given)
+    heads, rows, keys = q.shape[2], q.shape[1], k.shape[1]
+    sinks, mask = torch.ones(heads, requires_grad=True), torch.ones(rows, keys).cumsum(1).requires_grad_()
+    slopes = shards_of(torch.ones(heads), mesh, tensors.Replicate()).detach()
+
+    def call(*x: Any) -> Any:
+        q, k, v, sinks, mask = x
+        return attention(
+            q, k, v, sinks=sinks, attn_mask=mask, alibi_slopes=slopes, softcap=2.0, window_size=(3, 2), causal=True
+        )
+
+    found = []
+    for function in (torch.compile(call, fullgraph=True, backend="aot_eager"), call):
+        out = function(q, k, v, sinks, mask)
+        d_out = tensors.DTensor.from_local(torch.ones(out.to_local().shape), mesh, out.placements, run_check=False)
+        results = [out, *torch.autograd.grad(out, (q, k, v, sinks, mask), d_out)]
+        found.append([one.to_local() if sharding.is_sharded(one) else one for one in results])
+    torch.compiler.reset()
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # of torch itself
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda q, k, v: attention(q, k, v, dropout_p=0.5), "attention of DTensors is not served with dropout_p"),
+        (lambda q, k, v: attention(q.to_local(), k, v), "some of q, k and v are DTensors and some are not"),
+    ],
+    ids=["dropout", "a mixture"],
+)
+def test_an_error_of_one_graph_says_what_is_not_served(call: Any, message: str, mesh: Any) -> None:
+    q, k, v = (shards_of(x, mesh, tensors.Shard(0)) for x in sharded_calls.qkv())
+    with pytest.raises(Exception, match=message):
+        torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v)
+    torch.compiler.reset()
+
+
 def test_flops_of_packed_sequences_are_counted_by_the_lengths_that_are_whole_on_each_device(mesh: Any) -> None:
     x = shards_of(torch.ones(8, 2, 16), mesh, tensors.Shard(1)).detach()
     starts = torch.tensor([0, 3, 8], dtype=torch.int32)
@@ -117,6 +159,14 @@ def test_flops_of_packed_sequences_are_counted_by_the_lengths_that_are_whole_on_
     with FlopCounterMode(display=False) as counter:
         attention_varlen(x, x, x, whole, whole)
     assert counter.get_total_flops() == 2 * x.shape[1] * (3 * 3 + 5 * 5) * (16 + 16)
+
+
+def test_lengths_that_are_shared_out_are_made_whole_once(mesh: Any) -> None:
+    """For the shards, for both directions, and for who counts FLOPs by them."""
+    x = shards_of(torch.ones(8, 2, 16), mesh, tensors.Shard(1)).detach()
+    starts = tensors.DTensor.from_local(torch.zeros(2, dtype=torch.int32), mesh, [tensors.Shard(0)], run_check=False)
+    extras = sharding.prepared(x, x, x, Extras(cu_seqlens_q=starts, cu_seqlens_k=starts))
+    assert [one.placements for one in extras.given()] == [(tensors.Replicate(),)] * 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.rest

@@ -223,11 +223,14 @@ def test_plain_tensors_parameters_and_buffers_pass() -> None:
         lambda x: attention(X, X, X, causal=x),
         lambda x: attention(X, X, X, softmax_scale=x),
         lambda x: attention(X, X, X, attn_mask=x),
+        lambda x: attention(X, X, X, layout=x),
+        lambda x: attention(X, X, X, backend=x),
+        lambda x: attention(X, X, X, fp32_precision=x),
         lambda x: attention_varlen(X[0], X[0], X[0], STARTS, STARTS, x),
         lambda x: flash_attn_qkvpacked_func(x),
         lambda x: scaled_dot_product_attention(x, x, x),
     ],
-    ids=["q", "causal", "scale", "mask", "maximum", "stacked", "sdpa"],
+    ids=["q", "causal", "scale", "mask", "layout", "backend", "precision", "maximum", "stacked", "sdpa"],
 )
 def test_a_symbolic_trace_is_told_how_to_keep_the_call_whole(call: Callable[[Any], Any]) -> None:
     class Model(torch.nn.Module):

@@ -8,6 +8,7 @@ import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -179,6 +180,25 @@ def test_12_numbers_compile_twice(name: str, reference_only: None) -> None:
     assert counters["stats"]["unique_graphs"] == 2
 
 
+def test_the_signed_probabilities_of_changing_lengths_and_numbers_compile_twice(reference_only: None) -> None:
+    slopes, sinks = torch.ones(2), torch.zeros(2)
+
+    def call(q: Tensor, k: Tensor, number: float) -> Any:
+        return flash_attn_func(
+            q, k, k, number, number, True, (9, 0), number + 1, slopes, return_attn_probs=True, s_aux=sinks
+        )
+
+    graph = compiled(call)
+    for number in range(1, 5):
+        q, k = torch.randn(2, 16 + number, 2, 16), torch.randn(2, 20 + 2 * number, 1, 16)
+        found = []
+        for function in (graph, call):
+            torch.manual_seed(1)
+            found.append(function(q, k, number / 7))
+        assert all(map(torch.equal, *found))
+    assert counters["stats"]["unique_graphs"] == 2
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_12_numbers_compile_twice_where_nothing_is_recorded(mode: Any, reference_only: None) -> None:
     function, values = CHANGING["scale"]
@@ -297,6 +317,84 @@ def test_the_default_backend_compiles_it() -> None:
     assert_same(function, causal, *make(20, 20, batch=1))
 
 
+# --- torch.func inside of a graph ------------------------------------------------------------------------------------
+
+TRANSFORMED: dict[str, tuple[Callable[..., Any], str]] = {
+    "grad": (
+        torch.func.grad(lambda x: attention(x, x, x).sum()),
+        r"no gradient by torch\.func\.grad .* inside torch\.com",
+    ),
+    "grad, packed": (
+        torch.func.grad(lambda x: attention_varlen(x[0], x[0], x[0], STARTS, STARTS).sum()),
+        r"attention_varlen is not served under torch\.func's transforms",
+    ),
+    "vmap, packed": (
+        torch.vmap(lambda x: attention_varlen(x, x, x, STARTS, STARTS)),
+        r"attention_varlen is not served under torch\.func's transforms",
+    ),
+    "jvp": (lambda x: torch.func.jvp(lambda x: attention(x, x, x), (x,), (x,)), "attention has no forward-mode deriva"),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_a_transform_inside_of_a_graph_is_refused_by_name(name: str, reference_only: None) -> None:
+    transformed, message = TRANSFORMED[name]
+    with pytest.raises(Exception, match=message):
+        compiled(transformed)(torch.randn(1, 16, 2, 16))
+
+
+# --- numbers that a graph knows only when it runs ---------------------------------------------------------------------
+
+UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
+    "softcap": lambda x: attention(x, x, x, softcap=torch.tensor(3.0)),
+    "softcap, of numpy": lambda x: flash_attn_func(x, x, x, softcap=np.float32(3.0)),  # type: ignore[arg-type]
+    "dropout_p": lambda x: attention(x, x, x, dropout_p=np.float64(0.5)),
+    "window_size": lambda x: attention(x, x, x, window_size=(torch.tensor(3), 2)),  # type: ignore[arg-type]
+    "window_size, of numpy": lambda x: flash_attn_func(x, x, x, window_size=(np.int64(3), np.int64(2))),  # type: ignore[arg-type]
+    "window_size, one array": lambda x: attention(x, x, x, window_size=np.array([3, 2])),  # type: ignore[arg-type]
+    "causal": lambda x: attention(x, x, x, causal=np.bool_(True)),  # type: ignore[arg-type]
+    "is_causal": lambda x: scaled_dot_product_attention(x, x, x, is_causal=np.bool_(True)),  # type: ignore[arg-type]
+    "return_lse": lambda x: attention(x, x, x, return_lse=np.bool_(True)),  # type: ignore[call-overload]
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_decides_about_kernels_and_is_not_known_has_no_place_in_one_graph(name: str) -> None:
+    argument = name.partition(",")[0]
+    with pytest.raises(Exception, match=rf"{argument} is a \w+, whose value a graph does not know .* pass \w+\(…\)"):
+        compiled(UNKNOWN[name])(make(device=torch.device("cpu"))[0])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, which tells that it breaks the graph
+def test_without_fullgraph_it_ends_the_graph(reference_only: None) -> None:
+    q, k, v = make(device=torch.device("cpu"))
+
+    def call(q: Tensor, cap: Tensor) -> Tensor:
+        return attention(q, k, v, softcap=cap, causal=np.bool_(True)) + 1  # type: ignore[call-overload, no-any-return]
+
+    cap = torch.tensor(3.0)
+    assert torch.equal(torch.compile(call, backend="eager")(q, cap), call(q, cap))
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.3), np.float32(0.3)], ids=["torch", "numpy"])
+def test_a_scale_may_be_computed_by_the_graph(scale: Any, reference_only: None) -> None:
+    q, k, v = make(device=torch.device("cpu"))
+    graph = compiled(lambda x, scale: attention(x, k, v, softmax_scale=scale / np.sqrt(x.shape[1])))
+    torch.testing.assert_close(graph(q, scale), attention(q, k, v, softmax_scale=float(scale) / q.shape[1] ** 0.5))
+
+
+@pytest.mark.rest
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of torch itself
+def test_a_backward_that_compiled_autograd_records_is_in_one_graph(reference_only: None) -> None:
+    compiled_autograd = pytest.importorskip("torch._dynamo.compiled_autograd")
+    inputs, expected = (requiring(*make(20, 20, dtype=FLOAT32, device=torch.device("cpu"))) for _ in range(2))
+    with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        causal(*inputs).sum().backward()
+    causal(*expected).sum().backward()
+    for one, other in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
 # --- export, tracing, fake tensors ------------------------------------------------------------------------------------
 
 
@@ -314,6 +412,24 @@ def test_an_exported_program_serves_other_lengths_and_survives_saving(reference_
     file.seek(0)
     tensors = make(33, 33, device=cpu)
     assert torch.equal(torch.export.load(file).module()(*tensors), causal(*tensors))
+
+
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.rest)], ids=["lax", "strict"])
+def test_numbers_that_follow_from_a_length_stay_open_in_an_exported_program(strict: bool, reference_only: None) -> None:
+    class OfLength(torch.nn.Module):
+        def forward(self, q: Tensor) -> Any:
+            length = q.shape[1]
+            options: dict[str, Any] = {"dropout_p": 1 / length, "softcap": length, "softmax_scale": length**-0.5}
+            return attention(q, q, q, window_size=(length // 3, length // 4), **options)
+
+    dim = torch.export.Dim("seqlen", min=4, max=99)
+    sizes = {"q": {1: dim}}
+    program = torch.export.export(OfLength(), (torch.randn(2, 20, 2, 16),), dynamic_shapes=sizes, strict=strict)
+    q, found = torch.randn(2, 31, 2, 16), []
+    for function in (program.module(), OfLength()):
+        torch.manual_seed(1)
+        found.append(function(q))
+    assert torch.equal(*found)
 
 
 def test_a_trace_holds_one_operator() -> None:

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fa_autotune.errors import UnsupportedError
 from fa_autotune.ops import torch_private
 from fa_autotune.ops.torch_private import found
 
@@ -232,6 +234,31 @@ def test_the_least_memory_budget_is_that_of_the_region_or_of_the_process(monkeyp
     with torch.fx.traceback.preserve_node_meta():
         monkeypatch.setitem(torch.fx.traceback.current_meta, "custom", {key: 0.25})
         assert torch_private.least_memory_budget() == 0.25
+
+
+def test_a_backward_is_taken_for_granted_where_torch_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not torch_private.may_have_backward()
+    seen: list[bool] = []
+    make_fx(lambda x: seen.append(torch_private.may_have_backward()) or x + 1)(torch.ones(1))
+    assert seen == [True]
+    monkeypatch.delattr("torch.fx.experimental.proxy_tensor._CURRENT_MAKE_FX_TRACER")
+    assert torch_private.may_have_backward()
+
+
+def test_a_graph_ends_with_a_reason_and_where_torch_does_not_tell_how_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        torch_private.break_graph("this is why")
+        return x + 1
+
+    with pytest.raises(Exception, match="this is why"):
+        torch.compile(call, fullgraph=True, backend="eager")(torch.ones(1))
+    assert torch.compile(call, backend="eager")(torch.ones(1)) == 2
+    torch.compiler.reset()
+    monkeypatch.setattr(torch_private, "found", lambda path, fallback: fallback)
+    with pytest.raises(UnsupportedError, match="this is why"):
+        torch_private.break_graph("this is why")
 
 
 # --- attention without any of it --------------------------------------------------------------------------------------

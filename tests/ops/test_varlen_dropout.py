@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from fa_autotune import (
     attention,
     attention_varlen,
+    flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
@@ -22,7 +24,7 @@ from fa_autotune import (
 from fa_autotune.errors import InvalidProblemError, UnsupportedError
 from fa_autotune.ops.call import FULL, GENERATED, PACKED, Call, Extras
 from fa_autotune.reference.dropout import draw_seed, dropout_mask, scale_of
-from kit.attention_calls import DEVICE, FLOAT32, MINUS_INF, gradient_of, requiring, runs_kernels
+from kit.attention_calls import BFLOAT16, DEVICE, FLOAT32, MINUS_INF, gradient_of, requiring, runs_kernels
 from kit.packed_calls import NAN, cu_seqlens, make_packed
 
 LENGTHS = [(37, 20), (0, 7), (5, 0), (18, 40), (1, 1)]
@@ -156,6 +158,32 @@ def test_the_signed_probabilities_of_tensors_without_memory_are_refused(mode: An
         x, starts = torch.empty(9, 2, 16, device=device), torch.empty(2, dtype=torch.int32, device=device)
         with refused:
             flash_attn_varlen_func(x, x, x, starts, starts, 9, 9, dropout_p=0.5, return_attn_probs=True)
+
+
+def test_the_signed_probabilities_of_a_trace_are_refused(reference_only: None) -> None:
+    def call(q: Tensor, starts: Tensor) -> Any:
+        return flash_attn_varlen_func(q, q, q, starts, starts, 9, 9, dropout_p=0.5, return_attn_probs=True)
+
+    with pytest.raises(UnsupportedError, match="S_dmask of packed sequences has the lengths that cu_seqlens holds"):
+        make_fx(call)(torch.ones(9, 2, 16), torch.tensor([0, 9], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
+def test_the_signed_probabilities_have_the_dtype_that_autocast_gives(packed: bool, reference_only: None) -> None:
+    q, k, v, *starts = make_packed([(9, 9)], heads=2, kv_heads=2, head_dim=16, dtype=FLOAT32)
+
+    def signed(*tensors: Tensor) -> Tensor:
+        options: dict[str, Any] = {"dropout_p": 0.3, "return_attn_probs": True}
+        if packed:
+            found: Tensor = seeded(lambda: flash_attn_varlen_func(*tensors, *starts, 9, 9, **options))[2]
+        else:
+            found = seeded(lambda: flash_attn_func(*(x[None] for x in tensors), **options))[2]
+        return found
+
+    with torch.autocast(q.device.type, dtype=BFLOAT16):
+        found = signed(q, k, v)
+    assert found.dtype == BFLOAT16
+    assert torch.equal(found, signed(q.to(BFLOAT16), k.to(BFLOAT16), v.to(BFLOAT16)))
 
 
 @runs_kernels

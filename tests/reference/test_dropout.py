@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -85,7 +86,19 @@ def test_what_is_no_seed_is_named(seed: Any) -> None:
         dropout_mask(seed, 1, 1, 2, 2, dropout_p=0.5)
 
 
-@pytest.mark.parametrize("dropout_p", [None, "1", 1.0, -0.1], ids=repr)
+@pytest.mark.parametrize("dropout_p", [None, "0.1", True, 1.0, -0.1], ids=repr)
 def test_what_is_no_share_is_named(dropout_p: Any) -> None:
     with pytest.raises(InvalidProblemError, match="is not from 0 to less than 1"):
         dropout_mask(torch.tensor([3]), 1, 1, 2, 2, dropout_p=dropout_p)
+
+
+@pytest.mark.parametrize("share", [np.float32(0.5), np.array(0.5), torch.tensor(0.5)], ids=repr)
+def test_numbers_of_any_kind_are_numbers(share: Any) -> None:
+    expected = dropout_mask(SEED, 1, 2, 3, 4, dropout_p=0.5)
+    assert torch.equal(dropout_mask(SEED, np.int64(1), torch.tensor(2), 3, 4, dropout_p=share), expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [None, 2.0, -1, "2", torch.ones(2)], ids=repr)
+def test_what_is_no_size_is_named(size: Any) -> None:
+    with pytest.raises(InvalidProblemError, match=r"seqlen_k=.* is no size; it is an integer from 0 on"):
+        dropout_mask(SEED, 1, 2, 3, size, dropout_p=0.5)

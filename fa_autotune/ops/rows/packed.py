@@ -4,6 +4,7 @@ Lengths stay on the device, in cu_seqlens. The number of sequences and the total
 powers of two they and the mean lengths lie: a stream of ever new totals makes few plans.
 """
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -248,12 +249,16 @@ class PackedRows:
 
     def probabilities(self, q: Tensor, k: Tensor, extras: Extras, call: Call, maxima: tuple[Any, Any]) -> Tensor:
         """Of as many rows and keys as `maxima` say, or as the longest sequences have: it waits for the device."""
-        if torch.compiler.is_compiling() or q.device.type == "meta" or is_fake(q):
+        said = None
+        if not (torch.compiler.is_compiling() or q.device.type == "meta" or is_fake(q)):
+            with suppress(RuntimeError):  # of a trace, which takes no values out
+                said = self._said(q, k, extras, call)
+        if said is None:
             raise UnsupportedError(
                 "S_dmask of packed sequences has the lengths that cu_seqlens holds, which a graph, or a tensor without "
                 "memory, can't tell; leave return_attn_probs out there"
             )
-        return packed_probabilities(self.view(q), self.view(k), self._said(q, k, extras, call), maxima)
+        return packed_probabilities(self.view(q), self.view(k), said, maxima)
 
     def reference_forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, call: Call) -> tuple[Tensor, Tensor]:
         """Sequence by sequence: it waits for the device."""
