@@ -502,17 +502,16 @@ def read_content(
         "trials": (chosen.trials, 1),
         "measurements": (chosen.measurements, 1),
     }
-    with translated(reader.where):
-        with moment(reader.connection):
-            raw = {
-                table: reader.fetch_raw(
-                    f"SELECT {reader.columns(table)} FROM {table} NOT INDEXED WHERE {where}",
-                    chosen.values * times,
-                    max_rows=max_rows,
-                )
-                for table, (where, times) in wheres.items()
-            }
-            sessions_there = {key for (key,) in reader.fetch_raw("SELECT id FROM sessions NOT INDEXED")}
+    with translated(reader.where), moment(reader.connection):
+        raw = {
+            table: reader.fetch_raw(
+                f"SELECT {reader.columns(table)} FROM {table} NOT INDEXED WHERE {where}",
+                chosen.values * times,
+                max_rows=max_rows,
+            )
+            for table, (where, times) in wheres.items()
+        }
+        sessions_there = {key for (key,) in reader.fetch_raw("SELECT id FROM sessions NOT INDEXED")}
     return _Judge(raw=raw, sessions_there=sessions_there, refuse=refuse).content()
 
 

@@ -230,11 +230,11 @@ def put_kernel(
 
 
 def _find_renewed(connection: sqlite3.Connection, identity: Values, measured_as: str | None) -> int | None:
-    """Find a kernel, also by a digest that it had before it was renewed here; one that was renewed there is here too."""
+    """Find a kernel, also by a digest of it before it was renewed here; one that was renewed there becomes so here."""
     others = " AND ".join(f"{name} = :{name}" for name in identity if name != "digest")
     row = connection.execute(
-        f"""SELECT id, ifnull(digest, '') = ifnull(:digest, '') AS is_same, ifnull(measured_as = :digest, 0) AS is_newer,
-                   ifnull(digest = :measured_as, 0) AS is_older
+        f"""SELECT id, ifnull(digest, '') = ifnull(:digest, '') AS is_same,
+                   ifnull(measured_as = :digest, 0) AS is_newer, ifnull(digest = :measured_as, 0) AS is_older
             FROM kernels
             WHERE {others} AND (is_same OR is_newer OR is_older OR measured_as = :measured_as)
             ORDER BY is_newer DESC, is_same DESC, is_older DESC, id LIMIT 1""",
