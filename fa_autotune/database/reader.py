@@ -438,7 +438,8 @@ WINNERS = Selection(
     measurements=_RANK_ONE,
     trials=f"""id IN (SELECT trial_id FROM measurements NOT INDEXED WHERE {_RANK_ONE})
         OR status IS 'ok' AND id NOT IN (SELECT trial_id FROM measurements NOT INDEXED)
-        OR status IS 'over_resources' AND session_id IN (SELECT id FROM sessions NOT INDEXED WHERE kind IS 'recheck')""",
+        OR status IS 'over_resources'
+            AND session_id IN (SELECT id FROM sessions NOT INDEXED WHERE kind IS 'recheck')""",
 )
 
 
