@@ -208,8 +208,8 @@ def _problems(job: TuneJob, device: DeviceSpec, path: Path) -> list[AttentionPro
         problems = list(dict.fromkeys(winner.problem for winner in winners))
         if not problems:
             raise InvalidProblemError(
-                f"the database has no winner on {device.name} to measure again; import a pack with `fa-autotune db "
-                "import PACK`, or leave out --recheck"
+                f"the database has no winner on {device.name} to measure again; import a pack that has some, or leave "
+                "out --recheck"
             )
     if device.arch != INTERPRETER_ARCH:
         # Triton has no bfloat16 matrix products before sm_80.

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from fa_autotune import attention, warmup
+from fa_autotune.problem.models import paper_problems
 from fa_autotune.problem.problem import AttentionProblem
 
 SHAPES = (
@@ -54,9 +55,8 @@ def in_turns(runs: dict[str, Run]) -> dict[str, float]:
     return {name: statistics.median(of_name) for name, of_name in times.items()}
 
 
-def rows_of(text: str) -> list[dict[str, Any]]:
+def rows_of(problem: AttentionProblem) -> list[dict[str, Any]]:
     """The forward's and the backward's row of a shape."""
-    problem = AttentionProblem.parse(text)
     shape, causal = problem.shape, problem.family.bounded_right
 
     def randn(heads: int, length: int) -> Tensor:
@@ -97,17 +97,19 @@ def rows_of(text: str) -> list[dict[str, Any]]:
             for one, two in zip(*results[name], strict=True)
         )
         ms = in_turns(contenders)
-        rows.append({"shape": text, "pass": name, **ms, "ratio": ms["cudnn"] / ms["ours"], "error": error})
+        rows.append({"shape": problem.label, "pass": name, **ms, "ratio": ms["cudnn"] / ms["ours"], "error": error})
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path, help="the JSON file to write")
+    parser.add_argument("--paper", action="store_true", help="the 28 shapes of `fa-autotune bench --paper`, not ten")
     options = parser.parse_args()
     torch.manual_seed(0)
-    warmup(SHAPES, backward=True)
-    rows = [row for text in SHAPES for row in rows_of(text)]
+    problems = paper_problems() if options.paper else [AttentionProblem.parse(text) for text in SHAPES]
+    warmup(problems, backward=True)
+    rows = [row for problem in problems for row in rows_of(problem)]
     versions = {"torch": torch.__version__, "triton": triton.__version__, "gpu": torch.cuda.get_device_name()}
     options.output.write_text(json.dumps({**versions, "rows": rows}, indent=1) + "\n")
     for name in ("fwd", "bwd"):

@@ -272,9 +272,17 @@ def recheck_command(*, path: Path | None, as_json: bool) -> None:
 @click.argument("target", type=FilePath(), required=False)
 @click.option("--all", "everything", is_flag=True, help="Every trial, not only the winners and their finalists.")
 @click.option("--text", is_flag=True, help="Write sorted JSON text, for reviews in a diff, instead of a pack.")
+@click.option("--triton", "release", help="Only what this release of Triton compiled, such as 3.9.")
 @_options(_device_option, _db_option, _json_option)
 def export_command(
-    *, target: Path | None, everything: bool, text: bool, device_name: str | None, path: Path | None, as_json: bool
+    *,
+    target: Path | None,
+    everything: bool,
+    text: bool,
+    release: str | None,
+    device_name: str | None,
+    path: Path | None,
+    as_json: bool,
 ) -> None:
     """Write a read-only pack, or JSON text.
 
@@ -286,12 +294,12 @@ def export_command(
         (device,) = _devices(database, device_name, required=True)
         if text:
             if target is None:
-                echo(database.export_json(device=device, winners_only=not everything), nl=False)
+                echo(database.export_json(device=device, release=release, winners_only=not everything), nl=False)
                 return
-            count = database.write_json(target, device=device, winners_only=not everything)
+            count = database.write_json(target, device=device, release=release, winners_only=not everything)
         else:
             assert target is not None
-            count = database.export(target, device=device, winners_only=not everything)
+            count = database.export(target, device=device, release=release, winners_only=not everything)
     if as_json:
         _print_json({"path": target, "trials": count})
         return

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fa_autotune.database import writing
 from fa_autotune.database.connection import open_writable, transaction
-from fa_autotune.database.entries import ImportSummary, MeasurementRow, TrialRow
+from fa_autotune.database.entries import ImportSummary, MeasurementRow, SessionKind, TrialRow
 from fa_autotune.database.places import (
     JOURNAL,
     LOG,
@@ -70,8 +70,19 @@ def of_device(content: Content, device: DeviceSpec) -> Content:
     return replace(content, trials=trials, measurements=_of_trials(content, trials))
 
 
+def of_release(content: Content, release: str) -> Content:
+    """The trials of kernels that one release of Triton compiled."""
+    keep = {key for key, (chain, _) in content.toolchains.items() if chain.triton_release == release}
+    kernels = {key for key, (_, refers) in content.kernels.items() if refers["toolchain_id"] in keep}
+    trials = {key: entry for key, entry in content.trials.items() if entry[1]["kernel_id"] in kernels}
+    return replace(content, trials=trials, measurements=_of_trials(content, trials))
+
+
 def of_winners(content: Content) -> Content:
-    """The winners and the finalists that they beat: the ok trials of the winners' confirm sessions, so measured."""
+    """The winners and the finalists that they beat: the ok trials of the winners' confirm sessions, so measured.
+
+    With what a gate stopped when it was looked at again: it won with another Triton, and must not run with this one.
+    """
     finals = {_final(content, key) for key in winning(content)}
     measurements = {
         key: (row, refers)
@@ -80,8 +91,9 @@ def of_winners(content: Content) -> Content:
         and content.trial_of(key)[0].status is TrialStatus.OK
         and _final(content, key) in finals
     }
-    timed = {refers["trial_id"] for _, refers in measurements.values()}
-    trials = {key: entry for key, entry in content.trials.items() if key in timed}
+    kept = {refers["trial_id"] for _, refers in measurements.values()}
+    kept |= {key for key, (trial, refers) in content.trials.items() if _is_stopped_again(content, trial, refers)}
+    trials = {key: entry for key, entry in content.trials.items() if key in kept}
     # What was typed on somebody's machine is no business of a pack's readers.
     sessions = {key: (replace(row, arguments="{}"), refers) for key, (row, refers) in content.sessions.items()}
     return replace(content, trials=trials, measurements=measurements, sessions=sessions)
@@ -218,6 +230,11 @@ def _of_trials(
     content: Content, trials: Mapping[int, tuple[TrialRow, Refers]]
 ) -> dict[int, tuple[MeasurementRow, Refers]]:
     return {key: entry for key, entry in content.measurements.items() if entry[1]["trial_id"] in trials}
+
+
+def _is_stopped_again(content: Content, trial: TrialRow, refers: Refers) -> bool:
+    session = content.sessions[required(refers, "session_id")][0]
+    return trial.status is TrialStatus.OVER_RESOURCES and session.kind is SessionKind.RECHECK
 
 
 def _final(content: Content, measurement_id: int) -> tuple[object, ...]:

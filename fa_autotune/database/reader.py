@@ -439,11 +439,14 @@ class Selection:
 
 
 EVERYTHING = Selection()
+# Beside the winners' trials those that say of themselves that they were timed, and were not; and what a gate stopped
+# when it was looked at again: it had won with another Triton.
 WINNERS = Selection(
     measurements=_RANK_ONE,
-    # Beside the winners' trials those that say of themselves that they were timed, and were not.
     trials=f"""id IN (SELECT trial_id FROM measurements NOT INDEXED WHERE {_RANK_ONE})
-        OR status IS 'ok' AND id NOT IN (SELECT trial_id FROM measurements NOT INDEXED)""",
+        OR status IS 'ok' AND id NOT IN (SELECT trial_id FROM measurements NOT INDEXED)
+        OR status IS 'over_resources'
+            AND session_id IN (SELECT id FROM sessions NOT INDEXED WHERE kind IS 'recheck')""",
 )
 
 

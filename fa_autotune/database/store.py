@@ -77,7 +77,7 @@ from fa_autotune.database.writing import (
 from fa_autotune.errors import DatabaseError, InvalidProblemError
 from fa_autotune.files import OutputKind, write_output
 from fa_autotune.paths import expanded, users_databases
-from fa_autotune.problem.device import DeviceSpec, Toolchain
+from fa_autotune.problem.device import DeviceSpec, Toolchain, triton_release
 from fa_autotune.problem.family import canonical_json
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import Measurement, Role, TrialRecord, TrialStatus
@@ -400,36 +400,66 @@ class TuningDatabase:
 
     # --- exchange -----------------------------------------------------------------------------------------------------
 
-    def export(self, target: Path, *, device: DeviceSpec | None = None, winners_only: bool = True) -> int:
+    def export(
+        self,
+        target: Path,
+        *,
+        device: DeviceSpec | None = None,
+        release: str | None = None,
+        winners_only: bool = True,
+    ) -> int:
         """Write a pack and return the number of its trials.
 
-        By default it holds the winners and the finalists that they beat, without the sessions' arguments. A pack is a
-        database in one file that opens read-only anywhere; it replaces an older pack, and no other file.
+        By default it holds the winners and the finalists that they beat, without the sessions' arguments. `release`:
+        only what that release of Triton compiled, such as 3.9. A pack is a database in one file that opens read-only
+        anywhere; it replaces an older pack, and no other file.
         """
         content = self._content(EVERYTHING)
         if device is not None:
             content = packs.of_device(content, device)
+        if release is not None:
+            content = packs.of_release(content, self._known_release(content, release))
         if winners_only:
             content = packs.of_winners(content)
         with translated(str(target)):
             packs.write_pack(content, expanded(target), databases=self._kept())
         return len(content.trials)
 
-    def write_json(self, target: Path, *, device: DeviceSpec | None = None, winners_only: bool = True) -> int:
+    def _known_release(self, content: Content, release: str) -> str:
+        known = {chain.triton_release for chain, _ in content.toolchains.values()}
+        if (found := triton_release(release)) not in known:
+            raise DatabaseError(
+                f"{self._where} has nothing of Triton {release}; its releases are {', '.join(sorted(known)) or 'none'}"
+            )
+        return found
+
+    def write_json(
+        self,
+        target: Path,
+        *,
+        device: DeviceSpec | None = None,
+        release: str | None = None,
+        winners_only: bool = True,
+    ) -> int:
         """Write what `export_json` gives to a file and return the number of its entries.
 
         It replaces an older such file, and no other.
         """
-        text = self.export_json(device=device, winners_only=winners_only)
+        text = self.export_json(device=device, release=release, winners_only=winners_only)
         with translated(str(target)):
             write_output(expanded(target), text, JSON_TEXT, databases=self._kept())
         return len(json.loads(text)["winners" if winners_only else "trials"])
 
-    def export_json(self, *, device: DeviceSpec | None = None, winners_only: bool = True) -> str:
+    def export_json(
+        self, *, device: DeviceSpec | None = None, release: str | None = None, winners_only: bool = True
+    ) -> str:
         """The winners, or all trials, as sorted JSON text that can be reviewed in a diff."""
         name = "winners" if winners_only else "trials"
-        entries: Iterable[object] = self.winners(device=device) if winners_only else self.trials(device=device)
-        rows = [to_json(entry) for entry in entries]
+        entries: list[Winner | StoredTrial] = [
+            *(self.winners(device=device) if winners_only else self.trials(device=device))
+        ]
+        wanted = None if release is None else self._known_release(self._content(EVERYTHING), release)
+        rows = [to_json(entry) for entry in entries if wanted in (None, entry.toolchain.triton_release)]
         for row in rows:
             assert isinstance(row, dict)
             for numbering in ("trial_id", "session_id"):  # of this file alone

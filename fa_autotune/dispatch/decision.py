@@ -17,7 +17,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
-from fa_autotune.dispatch.winners import Snapshot, Source, WinnerRow
+from fa_autotune.dispatch.winners import Snapshot, Source, StoppedKernel, WinnerRow
 from fa_autotune.errors import FaAutotuneError, NoKernelError
 from fa_autotune.problem.device import DeviceSpec, parse_triton_version, triton_release
 from fa_autotune.problem.distance import ROUNDED_BY, ShapeFeatures, distance, shape_features, unrounded_distance
@@ -171,6 +171,8 @@ class FamilyChoices:
             for row in snapshot.related(family)
             if row.candidate.variant not in self._refused and row.device_arch == device.arch
         ]
+        self._stopped = setting.stopped(rows, snapshot.stopped)
+        rows = [row for row in rows if row not in self._stopped]
         fingerprint = device.fingerprint
         self._here = setting.groups(row for row in rows if row.device_fingerprint == fingerprint)
         self._siblings = setting.groups(row for row in rows if row.device_fingerprint != fingerprint)
@@ -203,6 +205,7 @@ class FamilyChoices:
         choice = self._find(shape, trace)
         told = [self._untested] if self._untested else []
         told += [f"{variant} can't serve this call: {reason}" for variant, reason in self._refused.items()]
+        told += list(dict.fromkeys(f"{_row_label(row)} is passed over: {why}" for row, why in self._stopped.items()))
         if choice is None:
             raise NoKernelError(
                 f"no kernel serves {problem.label} on {device.name} ({device.arch}), Triton {setting.triton_version}: "
@@ -296,6 +299,23 @@ class _Setting:
             same_form = compile_form(row.problem.family) is form
             gathered.setdefault((row.problem.shape, same_form, row.device_fingerprint), []).append(row)
         return [_Group(self, members, same_form=same_form) for (_, same_form, _), members in gathered.items()]
+
+    def stopped(self, rows: Iterable[WinnerRow], kernels: Iterable[StoppedKernel]) -> dict[WinnerRow, str]:
+        """The rows of other releases whose kernel, in today's text, a gate stops with this one; and why."""
+        release = triton_release(self.triton_version)
+        gates = {one.digest: one.gate for one in kernels if (one.arch, one.release) == (self.device.arch, release)}
+        others = [row for row in rows if gates and self.releases_away(row)]
+        why = f"stopped it with Triton {release}"
+        return {row: f"the gate {gates[digest]} {why}" for row in others if (digest := self._digest(row)) in gates}
+
+    def _digest(self, row: WinnerRow) -> str:
+        """The digest of a row's kernel today; the one that it was measured with where that is not asked for."""
+        if self._digest_of is None:
+            return row.kernel_digest
+        try:
+            return self._digest_of(row.candidate)
+        except FaAutotuneError:
+            return ""  # it does not render, and nothing is served by it
 
     def releases_away(self, row: WinnerRow) -> int:
         """How many releases lie between the Triton that a row was measured with and this one: 0 for the same one."""

@@ -10,11 +10,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from fa_autotune.database.reader import WINNERS, open_reader, read_content, winner_of, winning
+from fa_autotune.database.reader import WINNERS, Content, open_reader, read_content, required, winner_of, winning
 from fa_autotune.errors import DatabaseError, InvalidPackError
 from fa_autotune.problem.family import AttentionFamily, canonical_json
 from fa_autotune.problem.problem import AttentionProblem
-from fa_autotune.records import Regime
+from fa_autotune.records import Regime, TrialStatus
 from fa_autotune.space.candidate import Candidate
 from fa_autotune.space.config import config_key
 
@@ -65,14 +65,26 @@ class WinnerRow:
         return canonical_json({**values, "median_ms": self.median_ms})
 
 
+@dataclass(frozen=True, slots=True, order=True, kw_only=True)
+class StoppedKernel:
+    """A kernel that a gate stopped with one release of Triton, such as for its spills: there its winners don't run."""
+
+    digest: str
+    arch: str
+    release: str
+    gate: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Every usable winner, in canonical order, and notes on what could not be used.
+    """Every usable winner, in canonical order, what of them a release of Triton spoils, and notes on what could not be
+    used.
 
-    `content_hash` depends on the rows alone: ranks that show the same hash dispatch the same kernels.
+    `content_hash` depends on the rows and the stopped kernels: ranks that show the same hash dispatch the same kernels.
     """
 
     rows: tuple[WinnerRow, ...]
+    stopped: frozenset[StoppedKernel] = frozenset()
     notes: tuple[str, ...] = ()
     content_hash: str = field(init=False)
     _by_kin: dict[tuple[object, ...], tuple[WinnerRow, ...]] = field(init=False, repr=False, compare=False)
@@ -83,7 +95,8 @@ class Snapshot:
         by_kin: dict[tuple[object, ...], list[WinnerRow]] = {}
         for row in rows:
             by_kin.setdefault(_kin(row.problem.family), []).append(row)
-        digest = hashlib.sha256("\n".join(text for text, _ in ordered).encode()).hexdigest()
+        said = [*(text for text, _ in ordered), *map(str, sorted(self.stopped))]
+        digest = hashlib.sha256("\n".join(said).encode()).hexdigest()
         object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "content_hash", digest)
         object.__setattr__(self, "_by_kin", {kin: tuple(members) for kin, members in by_kin.items()})
@@ -96,13 +109,14 @@ class Snapshot:
 def load_snapshot(user_path: Path | None, pack_paths: Sequence[Path]) -> Snapshot:
     """Read the winners of the user's database (which may be absent; None: no user's) and of the packs."""
     rows: list[WinnerRow] = []
+    stopped: set[StoppedKernel] = set()
     notes: list[str] = []
     users = [] if user_path is None else [(user_path, Source.USER)]
     for path, source in [*users, *((pack, Source.PACK) for pack in pack_paths)]:
         if source is Source.USER and _is_absent(path):
             continue
         try:
-            found, row_notes = _read_file(path, source)
+            found, spoiled, row_notes = _read_file(path, source)
         except DatabaseError as error:
             why = str(error).removeprefix(f"{path}: ")
             notes.append(
@@ -110,8 +124,9 @@ def load_snapshot(user_path: Path | None, pack_paths: Sequence[Path]) -> Snapsho
             )
             continue
         rows += found
+        stopped |= spoiled
         notes += row_notes
-    return Snapshot(rows=tuple(rows), notes=tuple(notes))
+    return Snapshot(rows=tuple(rows), stopped=frozenset(stopped), notes=tuple(notes))
 
 
 def _kin(family: AttentionFamily) -> tuple[object, ...]:
@@ -128,7 +143,7 @@ def _is_absent(path: Path) -> bool:
     return False
 
 
-def _read_file(path: Path, source: Source) -> tuple[list[WinnerRow], list[str]]:
+def _read_file(path: Path, source: Source) -> tuple[list[WinnerRow], set[StoppedKernel], list[str]]:
     refused: list[str] = []
 
     def refuse(error: InvalidPackError) -> None:
@@ -163,4 +178,15 @@ def _read_file(path: Path, source: Source) -> tuple[list[WinnerRow], list[str]]:
     if len(refused) > _MAX_ROW_NOTES:
         more = len(refused) - _MAX_ROW_NOTES
         refused[_MAX_ROW_NOTES:] = [f"{path}: {more} more rows are refused"]
-    return rows, refused
+    return rows, _stopped_kernels(content), refused
+
+
+def _stopped_kernels(content: Content) -> set[StoppedKernel]:
+    found = set()
+    for trial, refers in content.trials.values():
+        kernel, kernel_refers = content.kernels[required(refers, "kernel_id")]
+        if trial.status is TrialStatus.OVER_RESOURCES and kernel.digest:
+            release = content.toolchains[required(kernel_refers, "toolchain_id")][0].triton_release
+            gate = trial.constraint or trial.status.value
+            found.add(StoppedKernel(digest=kernel.digest, arch=kernel.arch, release=release, gate=gate))
+    return found

@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fa_autotune.database import SessionState, TuningDatabase
+from fa_autotune.database import SessionKind, SessionState, TuningDatabase
 from fa_autotune.database.entries import ImportSummary
 from fa_autotune.errors import DatabaseError, InvalidPackError
-from fa_autotune.problem.device import KNOWN_DEVICES
+from fa_autotune.problem.device import KNOWN_DEVICES, Toolchain
 from fa_autotune.records import (
     TrialStatus,
 )
@@ -18,6 +19,8 @@ from kit.hostile_files import HOSTILE, rewrite_schema
 from kit.tuning_samples import (
     H200,
     begin,
+    candidate,
+    confirmed,
     failed_record,
     fill,
     ok_record,
@@ -106,6 +109,31 @@ class TestExchange:
             fill(database, device=device)
         database.export(tmp_path / "a100.db", device=KNOWN_DEVICES["a100"])
         assert scalars(tmp_path / "a100.db", "SELECT name FROM devices") == [KNOWN_DEVICES["a100"].name]
+
+    def test_an_export_of_one_release_of_triton_holds_no_other(self, database: TuningDatabase, tmp_path: Path) -> None:
+        fill(database)
+        newer = Toolchain(triton="3.9.0")
+        database.save_trial(begin(database, SessionKind.CONFIRM, toolchain=newer), confirmed(0.8, 1))
+        for release, median_ms in (("3.7", 0.9), ("3.7.2", 0.9), ("3.9", 0.8)):
+            database.export(tmp_path / f"{release}.db", release=release)
+            with TuningDatabase(tmp_path / f"{release}.db", read_only=True) as pack:
+                assert [winner.median_ms for winner in pack.winners()] == [median_ms]
+            text = json.loads(database.export_json(release=release))
+            assert [winner["median_ms"] for winner in text["winners"]] == [median_ms]
+        with pytest.raises(DatabaseError, match=r"has nothing of Triton 3\.8; its releases are 3\.7, 3\.9"):
+            database.export(tmp_path / "none.db", release="3.8")
+
+    def test_a_pack_holds_what_a_gate_stopped_when_it_was_looked_at_again(
+        self, database: TuningDatabase, tmp_path: Path
+    ) -> None:
+        """And not what it stopped while a job searched."""
+        stopped = failed_record(TrialStatus.OVER_RESOURCES, 64)
+        for kind, block_m in ((SessionKind.RECHECK, 64), (SessionKind.TUNE, 32)):
+            session = begin(database, kind, toolchain=Toolchain(triton="3.9.0"))
+            database.save_trial(session, replace(stopped, candidate=candidate(block_m)))
+        database.export(tmp_path / "pack.db", release="3.9")
+        with TuningDatabase(tmp_path / "pack.db", read_only=True) as pack:
+            assert [trial.record.candidate.config.BLOCK_M for trial in pack.trials()] == [64]
 
     def test_a_pack_replaces_an_older_pack(self, database: TuningDatabase, pack: Path) -> None:
         database.export(pack)

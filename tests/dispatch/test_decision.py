@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fa_autotune.dispatch.decision import Origin, decide
-from fa_autotune.dispatch.winners import Snapshot, Source
+from fa_autotune.dispatch.decision import Decision, Origin, decide
+from fa_autotune.dispatch.winners import Snapshot, Source, StoppedKernel, WinnerRow
 from fa_autotune.errors import NoKernelError, TemplateError, UnsupportedError
 from fa_autotune.problem.device import INTERPRETER, KNOWN_DEVICES, DeviceSpec
 from fa_autotune.problem.family import Access
@@ -254,6 +254,41 @@ def test_a_row_of_another_text_of_the_same_code_is_fresh_and_says_so() -> None:
     decision = choose(PROBLEM, winner(measured_as="yesterday"))
     assert not decision.stale
     assert "timed as kernel yesterday, which is the same machine code" in decision.trace
+
+
+def stopped(digest: str = "today", release: str = "3.7", arch: str = H200.arch) -> StoppedKernel:
+    return StoppedKernel(digest=digest, arch=arch, release=release, gate="spills")
+
+
+def decide_with(*rows: WinnerRow, kernel: StoppedKernel, triton: str = TRITON) -> Decision:
+    snapshot = Snapshot(rows=rows, stopped=frozenset([kernel]))
+    return decide(PROBLEM, device=H200, triton_version=triton, snapshot=snapshot, digest_of=lambda candidate: "today")
+
+
+def test_a_kernel_that_a_gate_stops_with_this_release_is_not_served_from_another() -> None:
+    decision = decide_with(winner(triton="3.6.0"), kernel=stopped())
+    assert decision.origin is Origin.DEFAULT
+    assert "is passed over: the gate spills stopped it with Triton 3.7" in decision.describe()
+
+
+@pytest.mark.parametrize(
+    ("row", "kernel"),
+    [
+        (winner(triton="3.6.0"), stopped(release="3.9")),
+        (winner(triton="3.6.0"), stopped(arch="sm_100")),
+        (winner(triton="3.6.0"), stopped(digest="yesterday")),
+        (winner(), stopped()),  # it was timed with this release afterwards
+    ],
+    ids=["other release", "other arch", "other text", "fresh"],
+)
+def test_what_a_gate_stopped_elsewhere_is_served(row: WinnerRow, kernel: StoppedKernel) -> None:
+    assert decide_with(row, kernel=kernel).row == row
+
+
+def test_stopped_kernels_count_in_the_hash_that_ranks_compare() -> None:
+    rows = (winner(),)
+    hashes = {Snapshot(rows=rows, stopped=frozenset(kernels)).content_hash for kernels in ([], [stopped()])}
+    assert len(hashes) == 2
 
 
 def test_changed_template_makes_a_row_stale_and_is_told() -> None:

@@ -29,7 +29,7 @@ from fa_autotune.database.writing import (
 )
 from fa_autotune.dispatch import winners as snapshot_module
 from fa_autotune.dispatch.dispatcher import Dispatcher
-from fa_autotune.dispatch.winners import Snapshot, Source, load_snapshot
+from fa_autotune.dispatch.winners import Snapshot, Source, StoppedKernel, load_snapshot
 from fa_autotune.errors import DatabaseError, FaAutotuneError
 from fa_autotune.problem.device import KNOWN_DEVICES, Toolchain
 from fa_autotune.problem.passes import BACKWARD_PASSES, Pass
@@ -529,6 +529,18 @@ def test_winners_that_our_database_writes_come_out(pack: Path) -> None:
     (row,) = found.rows
     assert (row.problem, row.candidate.config, row.median_ms) == (PROBLEM, CONFIG, 2.0)
     assert (row.device_fingerprint, row.triton, row.regime) == (H200.fingerprint, "3.7.1", Regime.EVENTS)
+
+
+def test_what_a_gate_stopped_when_it_was_looked_at_again_comes_out(pack: Path) -> None:
+    """What it stopped while a job searched had won nowhere, and is not read."""
+    with TuningDatabase(pack) as database:
+        for kind, block_m in ((SessionKind.RECHECK, 64), (SessionKind.TUNE, 32)):
+            stopped = failed_record(TrialStatus.OVER_RESOURCES, block_m)
+            session = begin(database, kind, toolchain=Toolchain(triton="3.9.0"))
+            database.save_trial(session, replace(stopped, kernel_digest=f"text{block_m}", constraint="spills"))
+    found = load_snapshot(pack, [])
+    assert found.stopped == {StoppedKernel(digest="text64", arch=H200.arch, release="3.9", gate="spills")}
+    assert found.rows == ()
 
 
 def test_only_rank_one_comes_out_of_our_database(pack: Path) -> None:
