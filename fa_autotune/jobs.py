@@ -65,6 +65,15 @@ class TuneJob:
     recheck: bool = False
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("missed", "resume", "recheck"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise FaAutotuneError(f"{name}={value!r} is not True or False")
+        if type(self.seed) is not int:
+            raise FaAutotuneError(f"seed={self.seed!r} is no integer")
+        if self.gpu_index is not None and (type(self.gpu_index) is not int or self.gpu_index < 0):
+            raise FaAutotuneError(f"gpu={self.gpu_index!r} is no index of a GPU; write 0 for the first one")
+
     def budget(self, device: DeviceSpec) -> TuneBudget:
         """The budget on a device, defaults filled in."""
         usual = INTERPRETER_BUDGET if device.arch == INTERPRETER_ARCH else TuneBudget()
@@ -149,6 +158,8 @@ def tune(
     `time_budget` such as `10m`. Attention that this process has decided already keeps its kernels until it starts
     again.
     """
+    if not callable(on_event):
+        raise FaAutotuneError(f"on_event={on_event!r} can't be called; leave it out, or give a function of one event")
     named = AttentionProblem.several(problems)
     if model is not None:
         named += problems_for_model(model)

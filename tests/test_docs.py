@@ -86,6 +86,7 @@ def run_with_samples(words: list[str], monkeypatch: pytest.MonkeyPatch, folder: 
     if not (folder / "filled.db").exists():
         with TuningDatabase("filled.db") as database:
             fill(database)
+            database.export(Path("pack.db"))
     monkeypatch.setenv("FA_AUTOTUNE_DB", "filled.db")
     if words[0] == "explain" and "--device" not in words:
         words = [*words, "--device", "h200"]

@@ -181,6 +181,12 @@ def test_a_duration_without_unit_or_sense_is_refused(text):
         ({"problems": [], "time_budget": 5}, "5 is no duration; write it as text with its unit"),
         ({"problems": [], "passes": 5}, "passes=5 is no text; write it such as fwd"),
         ({"problems": [], "database": "/a\0b"}, "is no path of a file; write it as text"),
+        ({"problems": [], "resume": "no"}, "resume='no' is not True or False"),
+        ({"problems": [], "seed": "1"}, "seed='1' is no integer"),
+        ({"problems": [], "gpu": "0"}, "gpu='0' is no index of a GPU; write 0"),
+        ({"problems": [], "gpu": True}, "gpu=True is no index of a GPU; write 0"),
+        ({"problems": [], "model": 3}, "3 is not a known model; known are: "),
+        ({"problems": [], "on_event": None}, "on_event=None can't be called; leave it out"),
     ],
     ids=str,
 )

@@ -12,7 +12,8 @@ import click
 
 from fa_autotune.cli.terminal import echo, echo_path, print_table, say, shown
 from fa_autotune.cli.values import DatabaseFile, FilePath, WholeNumber
-from fa_autotune.errors import DatabaseError
+from fa_autotune.cli.versions import installed_version
+from fa_autotune.errors import DatabaseError, FaAutotuneError
 from fa_autotune.paths import database_path, pack_paths, shell_command
 from fa_autotune.problem.device import INTERPRETER_ARCH
 from fa_autotune.problem.problem import AttentionProblem
@@ -106,7 +107,8 @@ def winners_command(
 ) -> None:
     """Show the fastest configs that were confirmed.
 
-    One for each device, problem and variant; the dispatcher takes the faster of the variants that serve a call.
+    One for each device, problem, variant and release of Triton; the dispatcher takes the faster of the variants that
+    serve a call.
     `error` is the largest error against the reference, as a part of what is allowed.
     """
     problem, wanted = _problem(problem_text), _variant(variant)
@@ -246,13 +248,13 @@ def recheck_command(*, path: Path | None, as_json: bool) -> None:
     Where today's text compiles to the same machine code with this Triton, a winner keeps its time and is fresh again.
     Needs no GPU.
     """
-    from importlib.metadata import version
-
+    if (triton := installed_version("triton")) is None:
+        raise FaAutotuneError("Triton is not installed, and kernels are compiled to compare them; install it")
     from fa_autotune.evaluation.recheck import recheck
 
     _open(path).close()  # one that is not there is not created
     with closing(_open(path, writable=True)) as database:
-        found = recheck(database, triton=version("triton"))
+        found = recheck(database, triton=triton)
         where = database.path
     if as_json:
         _print_json({"path": where, **_plain(found)})

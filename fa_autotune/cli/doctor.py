@@ -11,7 +11,6 @@ import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -19,6 +18,7 @@ import click
 
 from fa_autotune import __version__, paths
 from fa_autotune.cli.terminal import echo, say
+from fa_autotune.cli.versions import PACKAGES, installed_version
 from fa_autotune.dispatch.winners import Snapshot, Source, load_snapshot
 from fa_autotune.errors import FaAutotuneError
 from fa_autotune.files import is_writable, written_by_others
@@ -29,12 +29,6 @@ from fa_autotune.space.registry import VARIANTS, VariantSpec
 from fa_autotune.space.seeds import default_config
 from fa_autotune.space.support import MIN_TRITON, TESTED_TRITONS, untested
 
-_PACKAGES = {
-    "torch": ("torch",),
-    "triton": ("triton", "pytorch-triton", "pytorch-triton-rocm"),
-    "optuna": ("optuna",),
-    "sqlite-utils": ("sqlite-utils",),
-}
 # What a variant serves is asked for the commonest family; `fa-autotune explain --problem …` answers for any other.
 _FAMILY = AttentionFamily(dtype=DType.BFLOAT16, head_dim=128, head_dim_v=128, bounded_right=True)
 
@@ -195,17 +189,12 @@ def look_round() -> Machine:
 
 
 def _package_versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"fa_autotune": __version__, "python": platform.python_version()}
-    for name, distributions in _PACKAGES.items():
-        versions[name] = next(filter(None, map(_distribution_version, distributions)), None)
-    return {**versions, "sqlite": sqlite3.sqlite_version}
-
-
-def _distribution_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    return {
+        "fa_autotune": __version__,
+        "python": platform.python_version(),
+        **{name: installed_version(name) for name in PACKAGES},
+        "sqlite": sqlite3.sqlite_version,
+    }
 
 
 def _import_error(module: str) -> str | None:

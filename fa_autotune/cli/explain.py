@@ -1,7 +1,6 @@
 """`fa-autotune explain`: which kernel would run on a problem, and why. Needs no GPU where one is named."""
 
 import json
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import click
@@ -9,6 +8,7 @@ import click
 from fa_autotune.cli.render import render_call
 from fa_autotune.cli.terminal import echo, say, shown
 from fa_autotune.cli.values import DatabaseFile
+from fa_autotune.cli.versions import installed_version
 from fa_autotune.dispatch.dispatcher import Dispatcher
 from fa_autotune.dispatch.shipped_kernels import find_shipped
 from fa_autotune.dispatch.winners import load_snapshot
@@ -18,7 +18,6 @@ from fa_autotune.problem.device import INTERPRETER, INTERPRETER_ARCH, KNOWN_DEVI
 from fa_autotune.problem.problem import AttentionProblem
 
 LIVE = "live"
-_TRITON_PACKAGES = ("triton", "pytorch-triton-rocm", "pytorch-triton")
 
 
 @click.command("explain")
@@ -109,9 +108,6 @@ def _device(name: str) -> DeviceSpec:
 
 
 def _installed_triton() -> str:
-    for package in _TRITON_PACKAGES:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
+    if found := installed_version("triton"):
+        return found
     raise FaAutotuneError("Triton is not installed; say which one to decide for, such as --triton 3.7.1")

@@ -28,6 +28,7 @@ from fa_autotune.database.reader import (
     connect,
     harden,
     limit_for,
+    moment,
     require_plain_tables,
     require_sqlite,
     schema_of,
@@ -100,9 +101,10 @@ def open_writable(path: Path | None) -> sqlite3.Connection:
                 note_writer(connection, real)
                 if real.stat().st_size:
                     connection.limit(limit_for(real))
-            schema = schema_of(Reader(connection, where))
-            if schema is not None and real is not None:
-                _require_our_schema(connection, where, schema)
+            with moment(connection):
+                schema = schema_of(Reader(connection, where))
+                if schema is not None and real is not None:
+                    _require_our_schema(connection, where, schema)
             if schema != SCHEMA_VERSION or not _is_wal(connection):
                 with _only_me(real):
                     _prepare(connection, where)
@@ -134,7 +136,9 @@ def _prepare(connection: sqlite3.Connection, where: str) -> None:
     """Create or migrate, unless another process was faster."""
     if where != MEMORY:
         connection.execute("PRAGMA journal_mode = wal")
-    if schema_of(Reader(connection, where)) != SCHEMA_VERSION:
+    with moment(connection):
+        schema = schema_of(Reader(connection, where))
+    if schema != SCHEMA_VERSION:
         migrate(Database(connection, execute_plugins=False))
 
 

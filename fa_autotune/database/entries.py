@@ -165,12 +165,13 @@ class DatabaseInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportSummary:
-    """What an import added, and the trials that it brought up to date. All zero if everything was there already."""
+    """What an import added, and the kernels and trials that it brought up to date. All zero if everything was there."""
 
     devices: int = 0
     problems: int = 0
     sessions: int = 0
     kernels: int = 0
+    updated_kernels: int = 0
     trials: int = 0
     updated_trials: int = 0
     measurements: int = 0

@@ -17,8 +17,9 @@ migrations = Migrations("fa_autotune")
 
 # Rank 1 of the newest session that confirmed a (device, problem, variant, release of Triton). A trial that has failed
 # since is none.
-_RELEASE = """substr(triton, 1, instr(triton || '.', '.')
-           + instr(substr(triton || '..', instr(triton || '.', '.') + 1), '.') - 1)"""
+_MINOR = "CAST(substr(triton, instr(triton, '.') + 1) AS INTEGER)"  # the digits that it begins with
+_RELEASE = f"""CASE WHEN triton GLOB CAST(triton AS INTEGER) || '.[0-9]*'
+           THEN CAST(triton AS INTEGER) || '.' || {_MINOR} ELSE triton END"""
 WINNERS_SQL = f"""
 SELECT device_fingerprint, device_arch, device_name, problem_key, variant, config, kernel_digest, measured_as, form,
        triton_release, triton, cuda, driver, torch, regime, median_ms, p20_ms, p80_ms,

@@ -5,7 +5,7 @@ import sqlite3
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fa_autotune.database import writing
@@ -115,7 +115,12 @@ def write_content(connection: sqlite3.Connection, content: Content) -> ImportSum
     writer.link_sessions()
     after = _counts(connection, tables)
     added = {table: after[table] - before[table] for table in tables}
-    return ImportSummary(**added, updated_trials=updated - added["trials"], measurements=measured)
+    return ImportSummary(
+        **added,
+        updated_kernels=len(writer.changed_kernels) - added["kernels"],
+        updated_trials=updated - added["trials"],
+        measurements=measured,
+    )
 
 
 def write_pack(content: Content, path: Path, *, databases: Iterable[Path]) -> None:
@@ -172,6 +177,7 @@ class _Writer:
     connection: sqlite3.Connection
     content: Content
     new_ids: dict[tuple[str, int], int]
+    changed_kernels: set[int] = field(default_factory=set)  # with those that are new
 
     def put_trial(self, key: int) -> bool:
         trial, refers = self.content.trials[key]
@@ -211,7 +217,10 @@ class _Writer:
         if table == "kernels":
             kernel, refers = content.kernels[key]
             toolchain_id = self._new("toolchain_id", refers)
-            return writing.put_kernel(self.connection, kernel, toolchain_id=toolchain_id, overwrite=False)
+            kernel_id, changed = writing.put_kernel(self.connection, kernel, toolchain_id=toolchain_id, overwrite=False)
+            if changed:
+                self.changed_kernels.add(kernel_id)
+            return kernel_id
         session, refers = content.sessions[key]
         ids = {name: self._new(name, refers) for name in ("device_id", "toolchain_id")}
         return writing.put_session(self.connection, session, **ids)

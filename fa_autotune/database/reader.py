@@ -11,7 +11,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -211,11 +211,12 @@ def open_reader(
             limit_s=limit_for(real) if limit_s is None else limit_s,
         )
         try:
-            schema = schema_of(reader)
-            if schema is None:
-                raise DatabaseError(_is_empty(path))
-            reader.schema = schema
-            require_plain_tables(reader)
+            with moment(reader.connection):
+                schema = schema_of(reader)
+                if schema is None:
+                    raise DatabaseError(_is_empty(path))
+                reader.schema = schema
+                require_plain_tables(reader)
         except BaseException:
             reader.close()
             raise
@@ -251,16 +252,22 @@ def connect(
     return connection
 
 
-def schema_of(reader: Reader) -> int | None:
-    """The schema of a file of ours; None if it is empty, an error for anything that we must not touch."""
-    reader.connection.execute("BEGIN")  # the three are of one moment, though another process may be creating the file
+@contextmanager
+def moment(connection: sqlite3.Connection) -> Iterator[None]:
+    """What the block reads is of one moment, though other processes create, migrate or write the file meanwhile."""
+    connection.execute("BEGIN")
     try:
-        application_id, version, objects = (
-            reader.fetch_raw(statement)[0][0]
-            for statement in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
-        )
+        yield
     finally:
-        reader.connection.rollback()
+        connection.rollback()
+
+
+def schema_of(reader: Reader) -> int | None:
+    """The schema of a file of ours at this `moment`; None if it is empty, an error for what we must not touch."""
+    application_id, version, objects = (
+        reader.fetch_raw(statement)[0][0]
+        for statement in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
+    )
     if application_id != APPLICATION_ID:
         if application_id or version or objects:
             raise DatabaseError(
@@ -498,20 +505,16 @@ def read_content(
         "trials": (chosen.trials, 1),
         "measurements": (chosen.measurements, 1),
     }
-    with translated(reader.where):
-        reader.connection.execute("BEGIN")  # one moment's view, though others may write
-        try:
-            raw = {
-                table: reader.fetch_raw(
-                    f"SELECT {reader.columns(table)} FROM {table} NOT INDEXED WHERE {where}",
-                    chosen.values * times,
-                    max_rows=max_rows,
-                )
-                for table, (where, times) in wheres.items()
-            }
-            sessions_there = {key for (key,) in reader.fetch_raw("SELECT id FROM sessions NOT INDEXED")}
-        finally:
-            reader.connection.rollback()
+    with translated(reader.where), moment(reader.connection):
+        raw = {
+            table: reader.fetch_raw(
+                f"SELECT {reader.columns(table)} FROM {table} NOT INDEXED WHERE {where}",
+                chosen.values * times,
+                max_rows=max_rows,
+            )
+            for table, (where, times) in wheres.items()
+        }
+        sessions_there = {key for (key,) in reader.fetch_raw("SELECT id FROM sessions NOT INDEXED")}
     return _Judge(raw=raw, sessions_there=sessions_there, refuse=refuse).content()
 
 

@@ -228,10 +228,9 @@ class TuningDatabase:
             measured = None if timed is None else MeasurementRow(measurement=timed, measured_at=ended_at)
             for parse, row in record_rows(kernel, trial, measured):
                 require_readable(parse, row)
+            kernel_id, _ = writing.put_kernel(connection, kernel, toolchain_id=session["toolchain_id"], overwrite=True)
             keys: Values = {
-                "kernel_id": writing.put_kernel(
-                    connection, kernel, toolchain_id=session["toolchain_id"], overwrite=True
-                ),
+                "kernel_id": kernel_id,
                 "problem_id": writing.put_problem(connection, record.problem),
                 "device_id": session["device_id"],
                 "session_id": session_id,
@@ -240,12 +239,14 @@ class TuningDatabase:
             writing.drop_rejection(connection, keys)
             if measured:
                 writing.put_measurement(connection, measured, trial_id=trial_id, session_id=session_id, overwrite=True)
+                writing.forget_older_text(connection, kernel_id, trial_id)
             return trial_id
 
     def renew_kernel(self, kernel_id: int, digest: str) -> bool:
         """Give a kernel's row the digest of a text that compiles to the same machine code; its times stay.
 
-        The row remembers under which digest it was measured. False, and nothing changes, if that text has a row.
+        The row remembers under which digest it was measured. If that text has a row already, the times become that
+        row's, but for those of problems on which it failed. False if nothing changes.
         """
         with self._writing() as connection:
             return writing.renew_kernel(connection, kernel_id, digest)

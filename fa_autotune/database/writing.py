@@ -195,30 +195,113 @@ def put_session(connection: sqlite3.Connection, session: SessionRow, *, device_i
     return session_id
 
 
-def put_kernel(connection: sqlite3.Connection, kernel: KernelRow, *, toolchain_id: int, overwrite: bool) -> int:
-    """Find or add a kernel. What the compiler said is written over only if asked, and never by one that did not run."""
+def put_kernel(
+    connection: sqlite3.Connection, kernel: KernelRow, *, toolchain_id: int, overwrite: bool
+) -> tuple[int, bool]:
+    """Find or add a kernel; true if anything was changed.
+
+    What the compiler said is written over only if asked, and never by one that did not run.
+
+    Unless it is to `overwrite`, a kernel is also found by a digest that it had before `renew_kernel`, here or there.
+    """
+    before = connection.total_changes
     identity: Values = {**kernel_identity(kernel), "toolchain_id": toolchain_id}
     outcome = kernel_outcome(kernel)
-    values = {**identity, **outcome, **knob_columns(kernel.candidate)}
-    kernel_id = _find_or_add(connection, "kernels", identity, values)
+    measured_as: Values = {"measured_as": outcome.pop("measured_as")}
+    code: Values = {"code_digest": outcome.pop("code_digest")}
+    if overwrite:
+        row = _find(connection, "kernels", identity, also="id")
+        kernel_id = None if row is None else int(row["id"])
+    else:
+        kernel_id = _find_renewed(connection, identity, kernel.measured_as)
+    if kernel_id is None:
+        values: Values = {**identity, **outcome, **code, **measured_as, **knob_columns(kernel.candidate)}
+        return add(connection, "kernels", values), True
     if kernel.resources is not None:
         update(connection, "kernels", kernel_id, outcome, unless="0" if overwrite else "spill_bytes IS NOT NULL")
+        if code["code_digest"] is not None:
+            update(connection, "kernels", kernel_id, code, unless="0" if overwrite else "code_digest IS NOT NULL")
     elif outcome["compile_status"] != "not_compiled":
         status: Values = {"compile_status": outcome["compile_status"]}
         update(
             connection, "kernels", kernel_id, status, unless="0" if overwrite else "compile_status <> 'not_compiled'"
         )
-    return kernel_id
+    return kernel_id, connection.total_changes > before
+
+
+def _find_renewed(connection: sqlite3.Connection, identity: Values, measured_as: str | None) -> int | None:
+    """Find a kernel, also by a digest of it before it was renewed here; one that was renewed there becomes so here."""
+    others = " AND ".join(f"{name} = :{name}" for name in identity if name != "digest")
+    row = connection.execute(
+        f"""SELECT id, ifnull(digest, '') = ifnull(:digest, '') AS is_same,
+                   ifnull(measured_as = :digest, 0) AS is_newer, ifnull(digest = :measured_as, 0) AS is_older
+            FROM kernels
+            WHERE {others} AND (is_same OR is_newer OR is_older OR measured_as = :measured_as)
+            ORDER BY is_newer DESC, is_same DESC, is_older DESC, id LIMIT 1""",
+        {**identity, "measured_as": measured_as},
+    ).fetchone()
+    if row is None:
+        return None
+    if row["is_older"] and not row["is_same"] and not row["is_newer"]:
+        renew_kernel(connection, int(row["id"]), str(identity["digest"]))
+    return int(row["id"])
 
 
 def renew_kernel(connection: sqlite3.Connection, kernel_id: int, digest: str) -> bool:
-    """Give a kernel another digest, unless there is a kernel of that one already; true if it was changed."""
-    cursor = connection.execute(
-        """UPDATE OR IGNORE kernels SET measured_as = ifnull(measured_as, digest), digest = :digest
-           WHERE id = :kernel_id AND digest <> :digest""",
-        {"kernel_id": kernel_id, "digest": digest},
+    """Give a kernel another digest; true if anything was changed.
+
+    If there is a kernel of that digest already, it gets the trials instead. Where both were tried on a problem and
+    ended well the measurements become one trial's; else a trial stays as it is, with its kernel.
+    """
+    values: Values = {"kernel_id": kernel_id, "digest": digest}
+    other = connection.execute(
+        """SELECT other.id FROM kernels AS other JOIN kernels AS this
+           USING (config, family, variant, arch, form, toolchain_id)
+           WHERE this.id = :kernel_id AND other.digest = :digest AND this.digest <> :digest""",
+        values,
+    ).fetchone()
+    if other is None:
+        statement = """UPDATE kernels SET measured_as = ifnull(measured_as, digest), digest = :digest
+                       WHERE id = :kernel_id AND digest <> :digest"""
+        return connection.execute(statement, values).rowcount == 1
+    values["other_id"] = int(other["id"])
+    pairs = connection.execute(
+        """SELECT this.id AS this_id, other.id AS other_id FROM trials AS this JOIN trials AS other
+           USING (problem_id, device_id)
+           WHERE this.kernel_id = :kernel_id AND other.kernel_id = :other_id
+           AND this.status = 'ok' AND other.status = 'ok'""",
+        values,
+    ).fetchall()
+    for pair in pairs:
+        # A measurement that both have, from a pack that was imported twice, goes with the trial.
+        connection.execute("UPDATE OR IGNORE measurements SET trial_id = ? WHERE trial_id = ?", pair[::-1])
+        connection.execute("DELETE FROM trials WHERE id = ?", pair[:1])
+    statement = "UPDATE OR IGNORE trials SET kernel_id = :other_id WHERE kernel_id = :kernel_id"
+    moved = connection.execute(statement, values).rowcount
+    if not pairs and not moved:
+        return False
+    connection.execute(
+        """UPDATE kernels SET measured_as = ifnull(measured_as, (
+               SELECT ifnull(this.measured_as, this.digest) FROM kernels AS this WHERE this.id = :kernel_id))
+           WHERE id = :other_id""",
+        values,
     )
-    return cursor.rowcount == 1
+    connection.execute(
+        """DELETE FROM kernels WHERE id = :kernel_id AND id NOT IN (SELECT kernel_id FROM trials)
+           AND id NOT IN (SELECT kernel_id FROM portfolios)""",
+        values,
+    )
+    return True
+
+
+def forget_older_text(connection: sqlite3.Connection, kernel_id: int, trial_id: int) -> None:
+    """Note that a kernel was measured as what it is, where no other trial of it was measured before."""
+    connection.execute(
+        """UPDATE kernels SET measured_as = NULL
+           WHERE id = :kernel_id AND NOT EXISTS (
+               SELECT 1 FROM trials WHERE kernel_id = :kernel_id AND id <> :trial_id)""",
+        {"kernel_id": kernel_id, "trial_id": trial_id},
+    )
 
 
 def put_trial(connection: sqlite3.Connection, trial: TrialRow, *, keys: Values, overwrite: bool) -> tuple[int, bool]:

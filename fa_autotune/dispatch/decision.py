@@ -363,19 +363,22 @@ class _Group:
     def best(self, shape: AttentionShape, origin: Origin, trace: "_Trace | None") -> Choice | None:
         """The fastest usable row of the first of: user fresh, pack fresh, user stale, pack stale; of the stale ones,
         those whose release of Triton is nearest."""
-        usable = [form for winner in self._winners if (form := winner.form_for(shape, origin))]
         if trace is not None:
             trace.group = self
             trace.skipped += [why for winner in self._winners if (why := winner.refusal(shape, origin))]
-        if not usable:
-            return None
-        if len(usable) > 1:
-            rung = min(form.rung for form in usable)
-            level = [form for form in usable if form.rung == rung]
-            # Figures of different regimes can't be compared; those of the newest measurement are.
-            regime = max(level, key=lambda form: form.row.confirmed_at).row.regime
-            usable = sorted((form for form in level if form.row.regime is regime), key=lambda form: form.speed)
-        return usable[0].choice(origin)
+        compared = self._compared(shape, origin)
+        return compared[0].choice(origin) if compared else None
+
+    def _compared(self, shape: AttentionShape, origin: Origin) -> "list[_Form]":
+        """The usable rows that are compared by time, since they go before the others; the fastest first."""
+        usable = [form for winner in self._winners if (form := winner.form_for(shape, origin))]
+        if len(usable) < 2:
+            return usable
+        rung = min(form.rung for form in usable)
+        level = [form for form in usable if form.rung == rung]
+        # Figures of different regimes can't be compared; those of the newest measurement are.
+        regime = max(level, key=lambda form: form.row.confirmed_at).row.regime
+        return sorted((form for form in level if form.row.regime is regime), key=lambda form: form.speed)
 
     def reasons(self, choice: Choice, row: WinnerRow, shape: AttentionShape) -> list[str]:
         """Why it is that row of these, and what else is to be said of it."""
@@ -385,7 +388,10 @@ class _Group:
             where = f" of {row.problem.label}, {doublings:.2f} doublings away"
         if choice.origin is Origin.SIBLING:
             device = f" on {row.device_name} ({row.device_fingerprint})"
-        among = f"fastest of {len(self._winners)} winners there"
+        compared, known = len(self._compared(shape, choice.origin)), len(self._winners)
+        among = f"fastest of {known} winners there"
+        if compared < known:
+            among = f"fastest of the {compared} that go first of {known} winners there"
         lines = [f"{choice.origin}: {_row_label(row)}{where}{device}, {among}"]
         if row.problem.family.access is not setting.family.access:
             lines.append(f"tuned with access={row.problem.family.access}, called with {setting.family.access}")

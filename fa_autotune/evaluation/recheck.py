@@ -43,7 +43,8 @@ def recheck(
     """Give the winners' kernels that only their text keeps from being fresh the digest of today's text.
 
     A fresh kernel whose machine code is not known yet is compiled and gets its digest, so that the next change of the
-    text can be told from a change of the code. Needs no GPU. `digest` and `compile_all` are for tests.
+    text can be told from a change of the code. Needs no GPU. What is found is saved at once, whatever ends it later.
+    `digest` and `compile_all` are for tests.
     """
     release = Toolchain(triton=triton).triton_release
     found = database.kernels_of_winners()
@@ -52,9 +53,8 @@ def recheck(
     fresh = {key for key, row in here.items() if row.digest == today[key]}
     known = {key: row.resources.code_digest if row.resources else None for key, row in here.items()}
     wanted = {key for key in here if today[key] and (known[key] is None) == (key in fresh)}
-    compiled = dict(_by_key({key: here[key] for key in sorted(wanted)}, compile_all or code_digests))
     renewed = 0
-    for key, code in compiled.items():
+    for key, code in _by_key({key: here[key] for key in sorted(wanted)}, compile_all or code_digests):
         if code is None:
             continue
         if key in fresh:

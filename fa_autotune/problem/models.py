@@ -84,7 +84,7 @@ _ENCODERS = (
 
 def known_model(name: str) -> ModelAttention:
     """Look a model up; InvalidProblemError names the close matches, or all."""
-    wanted = name.lower().replace("_", "-").replace(" ", "-")
+    wanted = name.lower().replace("_", "-").replace(" ", "-") if isinstance(name, str) else ""
     if found := KNOWN_MODELS.get(wanted):
         return found
     close = get_close_matches(wanted, KNOWN_MODELS, n=4)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from fa_autotune.database import SessionKind, SessionState, StoredTrial, TuningDatabase
-from fa_autotune.database.entries import JSON, utc_now
+from fa_autotune.database.entries import JSON, Winner, utc_now
 from fa_autotune.errors import FaAutotuneError, InvalidProblemError, MachineError, UnsupportedError
 from fa_autotune.kernels.render import rendered_digest
 from fa_autotune.problem.device import DeviceSpec, Toolchain, parse_triton_version
@@ -201,9 +201,8 @@ class _Job:
                     yield self._finish(ProblemResult(problem=problem, note=note))
                 continue
             search, done = self._open(problem, specs)
-            if not specs or done:
-                note = "already tuned" if done else "no variant serves it on this device"
-                yield self._finish(ProblemResult(problem=problem, winners=done, note=note))
+            if why := self._nothing_to_do(search, done):
+                yield self._finish(ProblemResult(problem=problem, winners=done, note=why))
                 continue
             searches.append(search)
             self.on_event(
@@ -218,6 +217,16 @@ class _Job:
         self._search(searches, search_until)
         for search in searches:
             yield self._finish(self._confirm(search))
+
+    def _nothing_to_do(self, search: ProblemSearch, done: tuple[ConfirmedWinner, ...]) -> str | None:
+        """Why a problem needs no search, or None."""
+        if done:
+            return "already tuned"
+        if not search.variants:
+            return "no variant serves it on this device"
+        if self.recheck and not search.trials:
+            return "nothing that won on it before can be measured again; tune it without --recheck"
+        return None
 
     def _finish(self, result: ProblemResult) -> ProblemResult:
         self.database.release(self.session_id, result.problem)
@@ -256,14 +265,16 @@ class _Job:
         return search, () if search.remaining else self._confirmed_before(search, last_ok)
 
     def _close(self, search: ProblemSearch) -> None:
-        """Have a search try what was ever confirmed on its problem, and nothing else."""
+        """Have a search try what was ever confirmed on its problem, by the variants whose winner is not current."""
         confirmed: dict[Variant, list[KernelConfig]] = {}
         for entry in self.database.leaderboard(search.problem, device=self.device, limit=MAX_RECHECKED):
             if entry.role is Role.CONFIRM:
                 confirmed.setdefault(entry.candidate.variant, []).append(entry.candidate.config)
         search.trials = 0
+        current = {winner.candidate.variant for winner in self._current_winners(search)}
         for name, variant in search.variants.items():
-            untried = [config for config in confirmed.get(name, []) if config not in variant.times_ms]
+            tried = confirmed.get(name, []) if name not in current else []
+            untried = [config for config in tried if config not in variant.times_ms]
             runnable = [config for config in dict.fromkeys(untried) if variant.rejection(config) is None]
             variant.close(runnable)
             search.trials += variant.spent + len(runnable)
@@ -299,13 +310,7 @@ class _Job:
 
     def _confirmed_before(self, search: ProblemSearch, last_ok: datetime | None) -> tuple[ConfirmedWinner, ...]:
         """The stored winners, if every variant that has a time has a current one and nothing was timed since."""
-        stored = [
-            winner
-            for winner in self.database.winners(device=self.device, problem=search.problem)
-            if winner.toolchain.triton == self.toolchain.triton
-            and winner.candidate.variant in search.variants
-            and winner.candidate.config in search.variants[winner.candidate.variant].measured
-        ]
+        stored = self._current_winners(search)
         wanted = {name for name, variant in search.variants.items() if variant.measured}
         if {winner.candidate.variant for winner in stored} != wanted or not stored or last_ok is None:
             return ()
@@ -314,6 +319,17 @@ class _Job:
         return _fastest_first(
             ConfirmedWinner(candidate=winner.candidate, median_ms=winner.median_ms) for winner in stored
         )
+
+    def _current_winners(self, search: ProblemSearch) -> list[Winner]:
+        """The stored winners that this Triton and today's text have the times of."""
+        return [
+            winner
+            for winner in self.database.winners(device=self.device, problem=search.problem)
+            if winner.toolchain.triton == self.toolchain.triton
+            and winner.candidate.variant in search.variants
+            and winner.candidate.config in search.variants[winner.candidate.variant].measured
+            and winner.kernel_digest == self.digest(winner.candidate)
+        ]
 
     # --- searching ---
 

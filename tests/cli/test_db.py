@@ -189,6 +189,24 @@ def test_misses_are_cleared_only_once_they_are_shown(path: Path, tmp_path: Path)
     assert [miss["count"] for miss in document("misses", "--db", path)["misses"]] == [3]
 
 
+@pytest.mark.parametrize(
+    ("triton", "row"), [("3.7.0", "1 have other machine code"), ("3.8.0+git1", "1 were compiled by other releases")]
+)
+def test_recheck_looks_at_what_this_triton_compiled(
+    triton: str, row: str, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fa_autotune.cli.db.installed_version", lambda package: triton)
+    with TuningDatabase(path) as database:
+        winners = len(database.winners())
+    assert row.replace("1", str(winners), 1) in printed("recheck", "--db", path)
+
+
+def test_recheck_says_that_triton_is_missing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fa_autotune.cli.db.installed_version", lambda package: None)
+    result = run("recheck", "--db", path)
+    assert (result.exit_code, "Triton is not installed" in result.output) == (2, True)
+
+
 def test_recheck_says_what_became_of_the_winners(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Recheck(fresh=1, renewed=2, changed=3, other_release=4)
     asked: list[str] = []

@@ -181,7 +181,7 @@ PROBES = [
     "fa_autotune.paths.pack_paths",
     "fa_autotune.paths.c_compiler",
     "fa_autotune.cli.doctor.load_snapshot",
-    "fa_autotune.cli.doctor.version",
+    "fa_autotune.cli.versions.version",
     "fa_autotune.cli.doctor._ask_torch",
 ]
 

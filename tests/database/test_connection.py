@@ -131,6 +131,28 @@ class TestFile:
         assert scalars(path, "SELECT median_ms FROM winners") == [0.9]
         assert scalars(path, "PRAGMA user_version") == [SCHEMA_VERSION]
 
+    @pytest.mark.parametrize("read_only", [True, False])
+    def test_a_schema_that_is_migrated_while_it_is_looked_at_opens(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_only: bool
+    ) -> None:
+        path = database_of_schema(tmp_path, RELEASED_SCHEMAS[-1])
+        with closing(sqlite3.connect(path)) as other:
+            other.execute("PRAGMA journal_mode = wal")
+        found: list[int | None] = []
+
+        def schema_of(opened: reader.Reader) -> int | None:
+            found.append(schema := real_schema_of(opened))
+            if len(found) == 1:
+                TuningDatabase(path).close()  # as another process would
+            return schema
+
+        real_schema_of = reader.schema_of
+        for module in (connection, reader):
+            monkeypatch.setattr(module, "schema_of", schema_of)
+        with TuningDatabase(path, read_only=read_only) as database:
+            assert len(database.winners()) == 1
+        assert found[0] == int(RELEASED_SCHEMAS[-1].stem[-1])
+
     def test_each_schema_before_todays_has_a_file_that_it_made(self) -> None:
         assert [int(path.stem[-1]) for path in RELEASED_SCHEMAS] == list(range(1, SCHEMA_VERSION))
 

@@ -13,6 +13,7 @@ from fa_autotune.database import SessionKind, SessionState, TuningDatabase
 from fa_autotune.database.entries import CompileStatus
 from fa_autotune.database.reader import TABLES
 from fa_autotune.database.schema import APPLICATION_ID, SCHEMA_VERSION
+from fa_autotune.problem.device import Toolchain
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import Regime, Role, TrialStatus
 from fa_autotune.space.candidate import Candidate, CompileForm, Variant
@@ -20,6 +21,7 @@ from fa_autotune.space.config import BwdDeltaConfig
 from kit.database_files import records
 from kit.tuning_samples import (
     begin,
+    confirmed,
     fill,
     ok_record,
 )
@@ -86,6 +88,17 @@ class TestSchema:
 
     def test_the_view_winners_has_exactly_the_columns_that_dispatch_reads(self, connection: sqlite3.Connection) -> None:
         assert [column[0] for column in connection.execute("SELECT * FROM winners").description] == WINNERS_COLUMNS
+
+    def test_the_view_winners_tells_releases_of_triton_apart_as_dispatch_does(self, tmp_path: Path) -> None:
+        versions = ("3.7.1", "3.7rc1", "3.7.0+git1", "3.10.2", "3.10", "4", "main", "v3.7.1")
+        with TuningDatabase(tmp_path / "releases.db") as database:
+            for triton in versions:
+                session = begin(database, SessionKind.CONFIRM, toolchain=Toolchain(triton=triton))
+                database.save_trial(session, confirmed(1.0, 1))
+            winners = [(winner.toolchain.triton_release, winner.toolchain.triton) for winner in database.winners()]
+        with closing(sqlite3.connect(tmp_path / "releases.db")) as connection:
+            shown = connection.execute("SELECT triton_release, triton FROM winners").fetchall()
+        assert shown == winners
 
     @pytest.mark.parametrize(("view", "rows"), [("winners", 1), ("leaderboard", 3), ("rejections", 2)])
     def test_a_view_can_be_read_by_other_tools(self, connection: sqlite3.Connection, view: str, rows: int) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fa_autotune.database import SessionKind, SessionState, TuningDatabase
+from fa_autotune.database.entries import ImportSummary
 from fa_autotune.errors import DatabaseError, InvalidPackError
 from fa_autotune.problem.device import KNOWN_DEVICES, Toolchain
 from fa_autotune.records import (
@@ -44,6 +45,39 @@ class TestExchange:
         before = database.export_json(winners_only=False)
         assert not database.import_pack(pack).changed
         assert database.export_json(winners_only=False) == before
+
+    def test_a_pack_that_is_imported_again_takes_back_no_recheck(self, database: TuningDatabase, pack: Path) -> None:
+        database.import_pack(pack)
+        for key in database.kernels_of_winners():
+            assert database.renew_kernel(key, "today")
+        assert not database.import_pack(pack).changed
+        assert [winner.kernel_digest for winner in database.winners()] == ["today"]
+
+    def test_what_was_rechecked_elsewhere_is_renewed_here(
+        self, database: TuningDatabase, pack: Path, tmp_path: Path
+    ) -> None:
+        database.import_pack(pack)
+        with TuningDatabase(":memory:") as elsewhere:
+            elsewhere.import_pack(pack)
+            for key in elsewhere.kernels_of_winners():
+                elsewhere.renew_kernel(key, "today")
+            elsewhere.export(tmp_path / "renewed.db")
+        assert database.import_pack(tmp_path / "renewed.db") == ImportSummary(updated_kernels=1)
+        assert [winner.kernel_digest for winner in database.winners()] == ["today"]
+
+    def test_machine_code_that_another_has_named_comes_along(
+        self, database: TuningDatabase, pack: Path, tmp_path: Path
+    ) -> None:
+        database.import_pack(pack)
+        with TuningDatabase(":memory:") as elsewhere:
+            elsewhere.import_pack(pack)
+            for key in elsewhere.kernels_of_winners():
+                elsewhere.name_machine_code(key, "c0de")
+            elsewhere.export(tmp_path / "named.db")
+        assert database.import_pack(tmp_path / "named.db") == ImportSummary(updated_kernels=1)
+        ((kernel, _),) = database.kernels_of_winners().values()
+        assert kernel.resources is not None
+        assert kernel.resources.code_digest == "c0de"
 
     def test_a_pack_holds_the_winner_and_whom_it_beat(self, pack: Path) -> None:
         with TuningDatabase(pack, read_only=True) as database:

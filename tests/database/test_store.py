@@ -41,6 +41,8 @@ from kit.tuning_samples import (
     ok_record,
 )
 
+SIBLING_PROBLEM = AttentionProblem.parse("4x32x8x2048x2048x128,causal")  # of PROBLEM's family
+
 
 @pytest.fixture(params=["memory", "file"])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TuningDatabase]:
@@ -308,12 +310,40 @@ class TestWinners:
         database.save_trial(begin(database, SessionKind.CONFIRM), confirmed(2.0, 1, digest="newer"))
         assert [(winner.measured_as, winner.median_ms) for winner in database.winners()] == [(None, 2.0)]
 
-    def test_a_kernel_takes_no_digest_that_another_has(self, database: TuningDatabase) -> None:
+    def test_a_text_that_has_a_kernel_already_gets_its_winners(self, database: TuningDatabase) -> None:
+        session = begin(database, SessionKind.CONFIRM)
+        for problem, digest in ((PROBLEM, "old"), (SIBLING_PROBLEM, "new")):
+            database.save_trial(session, confirmed(1.0, 1, problem=problem, digest=digest))
+        (key,) = [key for key, (kernel, _) in database.kernels_of_winners().items() if kernel.digest == "old"]
+        assert database.renew_kernel(key, "new")
+        assert [(row.kernel_digest, row.measured_as) for row in database.winners()] == [("new", "old")] * 2
+        assert database.info().counts["kernels"] == 1
+
+    def test_of_two_trials_of_a_problem_one_keeps_the_times_of_both(self, database: TuningDatabase) -> None:
         for digest in ("new", "old"):
             database.save_trial(begin(database, SessionKind.CONFIRM), confirmed(1.0, 1, digest=digest))
         (key,) = database.kernels_of_winners()
+        assert database.renew_kernel(key, "new")
+        (winner,) = database.winners()
+        assert (winner.kernel_digest, winner.session_id) == ("new", 2)
+        assert [database.info().counts[table] for table in ("kernels", "trials", "measurements")] == [1, 1, 2]
+
+    def test_a_text_that_failed_on_a_problem_gets_no_times_there(self, database: TuningDatabase) -> None:
+        database.save_trial(begin(database), failed_record(TrialStatus.WRONG_RESULT, kernel_digest="new"))
+        database.save_trial(begin(database, SessionKind.CONFIRM), confirmed(1.0, 1, digest="old"))
+        (key,) = database.kernels_of_winners()
         assert not database.renew_kernel(key, "new")
         assert [winner.kernel_digest for winner in database.winners()] == ["old"]
+
+    def test_a_measurement_tells_of_no_older_text_unless_others_remain(self, database: TuningDatabase) -> None:
+        session = begin(database, SessionKind.CONFIRM)
+        for problem in (PROBLEM, SIBLING_PROBLEM):
+            database.save_trial(session, confirmed(1.0, 1, problem=problem, digest="old"))
+            for key in database.kernels_of_winners():
+                database.renew_kernel(key, "new")
+        assert {winner.measured_as for winner in database.winners()} == {"old"}
+        database.save_trial(session, confirmed(1.0, 1, digest="new"))
+        assert {winner.measured_as for winner in database.winners()} == {"old"}
 
     def test_machine_code_is_named_once(self, database: TuningDatabase) -> None:
         database.save_trial(begin(database, SessionKind.CONFIRM), confirmed(1.0, 1))

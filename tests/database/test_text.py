@@ -30,7 +30,7 @@ NAN, INF = float("nan"), float("inf")
         (PROBLEM, json.loads(PROBLEM.key)),
         (PROBLEM.family, json.loads(PROBLEM.family.key)),
         (ImportSummary(trials=2), {**dict.fromkeys(("devices", "problems", "sessions", "kernels"), 0), "trials": 2,
-                                   "updated_trials": 0, "measurements": 0}),
+                                   "updated_kernels": 0, "updated_trials": 0, "measurements": 0}),
     ],
     ids=repr,
 )  # fmt: skip

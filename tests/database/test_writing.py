@@ -49,7 +49,7 @@ def keys_of(connection: sqlite3.Connection, kernel: KernelRow | None = None) -> 
     return {
         "kernel_id": put_kernel(
             connection, kernel or kernel_of(ok_record(), "sm_90"), toolchain_id=toolchain_id, overwrite=True
-        ),
+        )[0],
         "problem_id": put_problem(connection, PROBLEM),
         "device_id": device_id,
         "session_id": put_session(connection, SESSION, device_id=device_id, toolchain_id=toolchain_id),
@@ -92,7 +92,7 @@ def test_how_a_trial_ended_says_whether_its_kernel_compiled(
 def test_kernels_differ_by_their_digest_and_no_digest_is_one_too(connection: sqlite3.Connection) -> None:
     toolchain_id = put_toolchain(connection, TOOLCHAIN)
     kernels = [replace(kernel_of(ok_record(), "sm_90"), digest=digest) for digest in ("a", "b", None, None, "a")]
-    ids = [put_kernel(connection, kernel, toolchain_id=toolchain_id, overwrite=False) for kernel in kernels]
+    ids = [put_kernel(connection, kernel, toolchain_id=toolchain_id, overwrite=False)[0] for kernel in kernels]
     assert ids[2] == ids[3]
     assert ids[0] == ids[4]
     assert len(set(ids)) == 3

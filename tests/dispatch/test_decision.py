@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -92,6 +93,19 @@ def test_fastest_variant_wins() -> None:
 def test_figures_of_an_older_regime_do_not_compete() -> None:
     older = winner(config=TMA, median_ms=0.1, regime=Regime.GRAPH, confirmed_at="2026-07-01T00:00:00+00:00")
     assert choose(PROBLEM, older, winner()).candidate.variant is Variant.PORTABLE
+
+
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        ({"triton": "3.6.0"}, "2.5 ms (user user.db), fastest of the 1 that go first of 2 winners there"),
+        ({"kernel_digest": "older"}, "2.5 ms (user user.db), fastest of the 1 that go first of 2 winners there"),
+        ({"median_ms": 3.0}, "2.5 ms (user user.db), fastest of 2 winners there"),
+    ],
+)
+def test_a_winner_is_the_fastest_only_of_those_that_it_was_compared_with(others: dict[str, Any], told: str) -> None:
+    other = winner(config=TMA, **{"median_ms": 0.1, **others})
+    assert told in choose(PROBLEM, winner(median_ms=2.5), other).describe()
 
 
 def test_without_an_exact_winner_the_nearest_shape_serves() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from fa_autotune.database import SessionKind, TuningDatabase
 from fa_autotune.database.entries import KernelRow
-from fa_autotune.errors import TemplateError
+from fa_autotune.errors import MachineError, TemplateError
 from fa_autotune.evaluation.recheck import Recheck, code_digests, recheck
 from fa_autotune.problem.device import Toolchain
 from fa_autotune.problem.problem import AttentionProblem
@@ -78,6 +78,21 @@ def test_a_kernel_of_todays_text_learns_its_machine_code(database: TuningDatabas
     ((kernel, _),) = database.kernels_of_winners().values()
     assert kernel.resources is not None
     assert kernel.resources.code_digest == CODE
+
+
+def test_what_was_found_is_kept_where_a_fault_ends_it(database: TuningDatabase) -> None:
+    def full_disk(kernels: Iterable[KernelRow]) -> Iterator[tuple[KernelRow, str | None]]:
+        first, *_ = kernels
+        yield first, CODE
+        raise MachineError("No space left on device")
+
+    for block_m in (64, 128):
+        record = replace(confirmed(1.0, 1, block_m, digest="old"), resources=replace(RESOURCES, code_digest=CODE))
+        problem = AttentionProblem.parse(f"4x32x8x{64 * block_m}x4096x128,causal")
+        database.save_trial(begin(database, SessionKind.CONFIRM), replace(record, problem=problem))
+    with pytest.raises(MachineError):
+        recheck(database, triton=TOOLCHAIN.triton, digest=lambda _: "new", compile_all=full_disk)
+    assert sorted(winner.kernel_digest or "" for winner in database.winners()) == ["new", "old"]
 
 
 def test_a_kernel_that_no_longer_renders_has_changed(database: TuningDatabase) -> None:

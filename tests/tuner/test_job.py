@@ -714,6 +714,24 @@ def test_a_recheck_searches_nothing_where_nothing_was_confirmed(database):
     evaluator = ReplayEvaluator(LANDSCAPE)
     (result,) = run([LONG], evaluator, database, recheck=True).results
     assert (evaluator.calls, result.winners) == ([], ())
+    assert "won on it before" in (result.note or "")
+
+
+def older_digest(candidate: Candidate) -> str:
+    return f"older-{candidate_digest(candidate)}"
+
+
+@pytest.mark.parametrize("renewed", [{Variant.TMA}, set(Variant)])
+def test_a_recheck_leaves_variants_alone_whose_winner_was_found_to_hold(renewed, database):
+    run([LONG], ReplayEvaluator(LANDSCAPE, digest=older_digest), database, digest=older_digest)
+    for key, (kernel, _) in database.kernels_of_winners().items():
+        if kernel.candidate.variant in renewed:
+            database.renew_kernel(key, candidate_digest(kernel.candidate))
+    evaluator = ReplayEvaluator(LANDSCAPE)
+    (result,) = run([LONG], evaluator, database, recheck=True).results
+    assert {candidate.variant for _, candidate in evaluator.screened}.isdisjoint(renewed)
+    assert bool(evaluator.calls) == (renewed != set(Variant))
+    assert result.winners
 
 
 def test_known_failures_are_not_tried_again(database):
