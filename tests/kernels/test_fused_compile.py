@@ -19,6 +19,7 @@ from fa_autotune.space.seeds import default_config
 from fa_autotune.space.support import MIN_TRITON
 from fa_autotune.space.workspace import is_wide
 from fa_autotune.worker import WorkerPool
+from kit.combinations import rest, sampled
 from kit.compile_candidates import CompileAll, request_of
 from kit.compile_jobs import compiled_text
 
@@ -105,13 +106,18 @@ QUICK = [
 ]
 
 
+QUICK_PLACES = (0, 12, 18)
+SAMPLED_PLACES = (2, 7, 13, 14, 15)  # which have what the quick ones lack
+
+
 @pytest.mark.parametrize(
     "some",
     [
-        [QUICK[0], QUICK[12], QUICK[18]],
-        pytest.param([*QUICK[1:12], *QUICK[13:18]], marks=pytest.mark.rest),
+        [QUICK[place] for place in QUICK_PLACES],
+        *sampled([[QUICK[place] for place in SAMPLED_PLACES]]),
+        *rest([[one for place, one in enumerate(QUICK) if place not in QUICK_PLACES + SAMPLED_PLACES]]),
     ],
-    ids=["", "more"],
+    ids=["", "sampled", "more"],
 )
 def test_it_compiles_and_passes_the_gates(some: list[Candidate], compiled: Compile) -> None:
     assert failed(some, compiled(some)) == {}
