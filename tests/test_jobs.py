@@ -12,6 +12,7 @@ from fa_autotune.problem.passes import BACKWARD_PASSES, Pass
 from fa_autotune.problem.problem import AttentionProblem
 from fa_autotune.records import TrialStatus
 from fa_autotune.tuner import TuneBudget
+from kit.database_files import edit
 from kit.replay import replayed_job
 
 H200, T4 = KNOWN_DEVICES["h200"], KNOWN_DEVICES["t4"]
@@ -68,6 +69,22 @@ def test_a_machine_that_can_not_evaluate_leaves_no_database(path, monkeypatch):
     monkeypatch.setenv("FA_AUTOTUNE_CACHE", "~nobody_of_this_name/cache")
     with pytest.raises(FaAutotuneError, match="FA_AUTOTUNE_CACHE: the home folder in"):
         tune_job(TuneJob(database=path), find=lambda gpu: (INTERPRETER, None))
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_recheck_takes_all_that_the_database_has_of_the_device(path):
+    problems = (PREFILL, PREFILL.for_pass(Pass.BWD_DQ))
+    tuned(TuneJob(database=path, problems=problems, trials=4, finalists=2))
+    tuned(TuneJob(database=path, trials=1, finalists=1), device=T4)
+    edit(path, "UPDATE kernels SET digest = 'yesterday' || id WHERE digest IS NOT NULL")
+    summary, evaluator = tuned(TuneJob(database=path, recheck=True))
+    assert {result.problem for result in summary.results} == set(problems)
+    assert {problem for problem, _ in evaluator.screened} == set(problems)
+
+
+def test_a_recheck_of_a_database_without_winners_is_refused(path):
+    with pytest.raises(InvalidProblemError, match="no winner on NVIDIA H200 to measure again"):
+        tuned(TuneJob(database=path, recheck=True))
     assert list(path.parent.iterdir()) == []
 
 

@@ -4,6 +4,8 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from click.testing import CliRunner, Result
 from fa_autotune.cli import main
 from fa_autotune.database import Miss, TuningDatabase
 from fa_autotune.dispatch.winners import load_snapshot
+from fa_autotune.evaluation.recheck import Recheck
 from fa_autotune.problem.device import INTERPRETER, KNOWN_DEVICES
 from fa_autotune.records import TrialStatus
 from kit.command import start
@@ -184,6 +187,32 @@ def test_misses_are_cleared_only_once_they_are_shown(path: Path, tmp_path: Path)
     with Path("/dev/full").open("w") as full:
         assert start("db", "misses", "--clear", "--db", str(path), stdout=full).returncode == 2
     assert [miss["count"] for miss in document("misses", "--db", path)["misses"]] == [3]
+
+
+def test_recheck_says_what_became_of_the_winners(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Recheck(fresh=1, renewed=2, changed=3, other_release=4)
+    asked: list[str] = []
+    monkeypatch.setattr(
+        "fa_autotune.evaluation.recheck.recheck", lambda database, *, triton: asked.append(triton) or found
+    )
+    text = " ".join(printed("recheck", "--db", path).split())
+    for words in ("1 kernels of winners", "2 had another text of the same machine code", "4 were compiled by other"):
+        assert words in text
+    assert f"3 have other machine code, or none that is known: `fa-autotune tune --recheck --db {path}`" in text
+    assert document("recheck", "--db", path) == {"path": str(path), **asdict(found)}
+    assert asked == [version("triton")] * 2
+
+
+def test_recheck_creates_no_database(tmp_path: Path) -> None:
+    done = run("recheck", "--db", tmp_path / "none.db")
+    assert done.exit_code
+    assert "there is no tuning database" in done.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_export_of_a_release_that_is_not_there_names_those_that_are(path: Path, tmp_path: Path) -> None:
+    assert document("export", tmp_path / "pack.db", "--triton", "3.7.0", "--db", path)["trials"] == 2
+    assert "its releases are 3.7" in run("export", "--text", "--triton", "3.9", "--db", path).output
 
 
 def test_export_import_and_import_again(path: Path, tmp_path: Path) -> None:

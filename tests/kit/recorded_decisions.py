@@ -20,12 +20,12 @@ from fa_autotune.space.config import config_label
 COMMAND = "PYTHONPATH=.:tests python -m kit.recorded_decisions > tests/dispatch/decisions.txt"
 HEADER = (
     f"# {COMMAND}",
-    "# Made with the release before families were decided once each. Other winners and other defaults change lines.",
+    "# Made of the packs that ship. Other winners and other defaults change lines.",
     "# GPU, Triton, problem → origin, kernel. Of the backward of a call: the way in order, the way in any order.",
 )
 HOPPER = ("h200", "h200", "h100")  # drawn from, for what serves hardly elsewhere
 DEVICES = (*HOPPER, "h200", "h200", "a100", "l40s", "rtx4090", "mi300x", "t4")
-TRITONS = ("3.6.0", "3.7.1")
+TRITONS = ("3.6.0", "3.7.1", "3.9.0")
 SHAPES_PER_FAMILY = 4
 # Families without winners, those of other kinds of tensors and other widths among them.
 UNTUNED = (
