@@ -22,6 +22,7 @@ from fa_autotune.worker import WorkerPool
 from kit.combinations import rest, sampled
 from kit.compile_candidates import CompileAll, request_of
 from kit.compile_jobs import compiled_text
+from kit.releases import SPILLS_OF_WHOLE_BLOCKS, THIS_TRITON
 
 pytestmark = pytest.mark.kernel
 
@@ -186,6 +187,7 @@ def test_a_kernel_that_adds_dq_up_in_another_way_is_stopped(tmp_path: Path) -> N
     with WorkerPool(1, name="compile", environ=compile_environ()) as workers:
         text = workers.submit(compiled_text, request.module, deadline_s=240.0).result()
     resources = resource_report(text, 0.0)
-    assert [name for name, gate in GATES if gate(request, text, resources)] == []
+    spoiled = {"spills"} if THIS_TRITON in SPILLS_OF_WHOLE_BLOCKS else set()
+    assert {name for name, gate in GATES if gate(request, text, resources)} == spoiled
     changed = replace(text, assembly=text.assembly.replace("cp.reduce.async.bulk.tensor", "red.global.add.f32"))
-    assert [name for name, gate in GATES if gate(request, changed, resources)] == ["added_dq"]
+    assert {name for name, gate in GATES if gate(request, changed, resources)} == {*spoiled, "added_dq"}

@@ -9,8 +9,15 @@ from fa_autotune.space.candidate import Candidate, Variant
 
 THIS_TRITON: tuple[int, int] = tuple(map(int, triton.__version__.split(".")[:2]))  # type: ignore[assignment]
 
-# Defaults that a gate stops, by arch, family and variant: a search takes others there, and a call another variant.
+# Defaults and first seeds that a gate stops, by arch, family and variant: a search goes on from others there.
 STOPPED_DEFAULTS: dict[tuple[int, int], dict[tuple[str, str, Variant], str]] = {
+    (3, 6): {
+        ("sm_90", "fwd bf16 d128 window alibi bias loose_mask", Variant.PORTABLE): "score_layout",
+        ("sm_90", "fwd bf16 d128 window alibi bias loose_mask", Variant.TMA): "score_layout",
+    },
+    (3, 8): {
+        ("sm_90", "bwd_fused bf16 d128 causal varlen", Variant.HOPPER_WS): "spills",
+    },
     (3, 9): {
         ("sm_90", "bwd_dkdv bf16 d256 causal", Variant.TMA): "spills",
         ("sm_90", "fwd bf16 d128 causal bias", Variant.HOPPER_WS): "spills",
@@ -18,7 +25,10 @@ STOPPED_DEFAULTS: dict[tuple[int, int], dict[tuple[str, str, Variant], str]] = {
 }
 
 # What computes the address of an operand anew for each product, so that two loops never share one.
-OWN_ADDRESSES = {(3, 9)}
+OWN_ADDRESSES = {(3, 8), (3, 9)}
+
+# What spills in the loop of a fused backward of whole blocks (bf16 d64 full, EXACT_LENGTHS).
+SPILLS_OF_WHOLE_BLOCKS = {(3, 8)}
 
 
 def gate_of_default(candidate: Candidate, arch: str) -> str | None:
