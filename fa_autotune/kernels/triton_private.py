@@ -8,7 +8,7 @@ Releases differ, so each part is recognised where it is used, not looked up by v
 * where compiled kernels are kept, and whether they are read unchecked: as Triton does it.
 * what is kept beside a compiled kernel: nothing is kept, and the kernel is compiled again when it is asked for.
 * the disassembler: None, and the gates that read machine code see none.
-* the interpreter's bfloat16: a warning that it may be rounded wrongly.
+* the interpreter's bfloat16 and bools: a warning that the first may be rounded wrongly.
 """
 
 import copy
@@ -530,10 +530,11 @@ def interpreter_failure(error: Exception) -> str | None:
 
 @cache
 def install_interpreter_shim() -> None:
-    """Make Triton's interpreter treat bfloat16 as a GPU does.
+    """Make Triton's interpreter treat bfloat16 and bools as a GPU does.
 
     Triton 3.6 to 3.9 keep bfloat16 as raw 16-bit integers there, multiply those integers in `dot`, and truncate on the
-    way from fp32. Here dot operands are widened to fp32 first and casts round to nearest even.
+    way from fp32. Here dot operands are widened to fp32 first and casts round to nearest even. They also call what a
+    comparison gives after its operands, so that one of scalars becomes a block of int32, a mask that 3.9 refuses.
     """
     import numpy  # noqa: PLC0415
     import triton.language as tl  # noqa: PLC0415
@@ -541,7 +542,7 @@ def install_interpreter_shim() -> None:
 
     builder: Any = getattr(interpreter, "InterpreterBuilder", None)
     handle_type: Any = getattr(interpreter, "TensorHandle", None)
-    if handle_type is None or not hasattr(builder, "create_dot") or not hasattr(builder, "cast_impl"):
+    if handle_type is None or not all(hasattr(builder, name) for name in ("create_dot", "cast_impl", "binary_op")):
         warnings.warn(
             "Triton's interpreter is not built as we know it: it may round bfloat16 wrongly; a Triton that "
             "`fa-autotune doctor` calls tested does not",
@@ -559,7 +560,7 @@ def install_interpreter_shim() -> None:
         quiet_nan = ((bits >> 16) | 0x40).astype(numpy.uint16)
         return numpy.where(numpy.isnan(data), quiet_nan, rounded)
 
-    plain_dot, plain_cast = builder.create_dot, builder.cast_impl
+    plain_dot, plain_cast, plain_binary = builder.create_dot, builder.cast_impl, builder.binary_op
 
     def operand(handle: Any) -> Any:
         if handle.dtype.scalar != tl.bfloat16:
@@ -577,5 +578,10 @@ def install_interpreter_shim() -> None:
             return handle_type(narrow(source.data), tl.bfloat16)
         return plain_cast(self, source, target)
 
+    def binary_op(self: Any, left: Any, right: Any, operation: Any) -> Any:
+        result = plain_binary(self, left, right, operation)
+        return handle_type(result.data, tl.int1) if result.data.dtype == numpy.bool_ else result
+
     builder.create_dot = create_dot
     builder.cast_impl = cast_impl
+    builder.binary_op = binary_op

@@ -1,7 +1,6 @@
 """Every backward template compiles for every arch that its variant supports, and its defaults pass the gates there."""
 
 import pytest
-import triton
 
 from fa_autotune.problem.device import KNOWN_DEVICES
 from fa_autotune.problem.family import Access, AttentionFamily, DType
@@ -10,7 +9,8 @@ from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import supported_variants, variant_spec
 from fa_autotune.space.seeds import default_config, seed_configs
 from kit.combinations import rest, slow
-from kit.compile_candidates import CompileAll, stopped
+from kit.compile_candidates import CompileAll, unexpected
+from kit.releases import THIS_TRITON
 from kit.strategies import PLAIN_VARIANTS
 
 pytestmark = pytest.mark.kernel
@@ -21,7 +21,6 @@ LIKE_SM_80 = ("sm_86", "sm_89")  # the same code but for the arch's name
 SMALLEST_SMEM_BYTES = 64 * 1024  # a default must fit it anywhere
 WIDE_SMEM_BYTES = 227 * 1024  # of the archs for which a backward is compiled through descriptors
 H200 = KNOWN_DEVICES["h200"]
-TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 PORTABLE_PASSES = tuple(one for one in BACKWARD_PASSES if one is not Pass.BWD_FUSED)
 
 
@@ -70,7 +69,7 @@ def make_families(kernel_pass: Pass, arch: str) -> list[AttentionFamily]:
 def defaults(family: AttentionFamily, arch: str, variant: Variant) -> list[Candidate]:
     return [
         Candidate(family=family, variant=variant, config=default_config(spec, family, arch))
-        for spec in supported_variants(family, arch, TRITON_VERSION)  # type: ignore[arg-type]
+        for spec in supported_variants(family, arch, THIS_TRITON)
         if spec.variant is variant
     ]
 
@@ -84,7 +83,7 @@ def test_portable_defaults_compile_and_pass_all_gates_in_64_kb(
     candidates = [one for family in families for one in defaults(family, arch, Variant.PORTABLE)]
     is_served = arch == "sm_90" or kernel_pass in SPLIT_BACKWARD
     assert len(candidates) == (len(families) if is_served else 0)
-    assert stopped(candidates, compile_all(candidates, arch, SMALLEST_SMEM_BYTES)) == {}
+    assert unexpected(arch, candidates, compile_all(candidates, arch, SMALLEST_SMEM_BYTES)) == {}
 
 
 @pytest.mark.parametrize("kernel_pass", [Pass.BWD_DKDV, Pass.BWD_DQ])
@@ -95,7 +94,7 @@ def test_defaults_through_descriptors_compile_and_pass_all_gates(
     families = make_families(kernel_pass, arch)
     candidates = [one for family in families for one in defaults(family, arch, Variant.TMA)]
     assert len(candidates) == sum(family.access is Access.TMA for family in families)
-    assert stopped(candidates, compile_all(candidates, arch, WIDE_SMEM_BYTES)) == {}
+    assert unexpected(arch, candidates, compile_all(candidates, arch, WIDE_SMEM_BYTES)) == {}
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_120", "gfx942", "gfx950"])
@@ -109,7 +108,7 @@ def test_no_backward_goes_through_descriptors_where_they_spill_or_are_not_there(
 def test_the_fp32_default_compiles_and_passes_all_gates(arch: str, kernel_pass: Pass, compile_all: CompileAll) -> None:
     family = make_family(kernel_pass, 64, causal=kernel_pass not in KEYLESS_PASSES, dtype=DType.FLOAT32)
     candidates = defaults(family, arch, Variant.PORTABLE)
-    assert stopped(candidates, compile_all(candidates, arch, SMALLEST_SMEM_BYTES)) == {}
+    assert unexpected(arch, candidates, compile_all(candidates, arch, SMALLEST_SMEM_BYTES)) == {}
 
 
 @pytest.mark.parametrize("variant", PLAIN_VARIANTS)

@@ -1,5 +1,6 @@
 """The compiler: every GPU that is supported, gates that fire on kernels made to fail them, and a pool that survives."""
 
+import re
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import replace
@@ -259,7 +260,8 @@ class TestABadModule:
         body = f"tl.store(x_ptr, {inline})"
         result = compiled(compile_pool, request_for_source(folder, "gibberish", KERNEL_MODULE.format(body=body)))
         assert result.status is TrialStatus.COMPILE_FAILED
-        assert (result.error or "").endswith("ptxas fatal   : Ptx assembly aborted due to errors")
+        # Triton 3.9's assembler calls itself by another name.
+        assert re.search(r"ptxas(-blackwell)? fatal   : Ptx assembly aborted due to errors$", result.error or "")
 
     def test_gives_a_short_text(self, compile_pool: CompilePool, folder: Path) -> None:
         source = KERNEL_MODULE.format(body="tl.store(x_ptr, 0.0)\n    " * 2000 + "tl.store(x_ptr, nowhere_defined)")

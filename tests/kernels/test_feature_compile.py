@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 import pytest
-import triton
 
 from fa_autotune.kernels.compiler import CompileResult
 from fa_autotune.problem.device import KNOWN_DEVICES
@@ -12,19 +11,19 @@ from fa_autotune.problem.passes import Pass
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import supported_variants, variant_spec
 from fa_autotune.space.seeds import default_config, seed_configs
-from kit.combinations import rest, slow
-from kit.compile_candidates import CompileAll, stopped
-from kit.feature_families import FEATURES, TILED, make_family
+from kit.combinations import rest, sampled, slow
+from kit.compile_candidates import CompileAll, unexpected
+from kit.feature_families import FEATURES, TILED, fewest_of_all, make_family
+from kit.releases import THIS_TRITON
 from kit.strategies import PLAIN_VARIANTS
 
 pytestmark = pytest.mark.kernel
 
 ARCHS = ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
-QUICK = [("sm_80", "window softcap"), ("sm_90", "window"), ("sm_90", "window alibi sinks")]
+QUICK = [("sm_80", "window softcap"), ("sm_90", "window")]
 ALL = [(arch, features) for arch in ARCHS for features in FEATURES]
 WIDE = ("sm_90", "sm_100")  # whose backward through descriptors takes what they have
 H200 = KNOWN_DEVICES["h200"]
-TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 Compile = Callable[[Sequence[Candidate], str], list[CompileResult]]
 
 
@@ -65,9 +64,19 @@ def test_defaults_compile_and_pass_all_gates(arch: str, features: str, compiled:
     candidates = [
         Candidate(family=family, variant=spec.variant, config=default_config(spec, family, arch))
         for family in families_of(features, arch)
-        for spec in supported_variants(family, arch, TRITON_VERSION)  # type: ignore[arg-type]
+        for spec in supported_variants(family, arch, THIS_TRITON)
     ]
-    assert stopped(candidates, compiled(candidates, arch)) == {}
+    assert unexpected(arch, candidates, compiled(candidates, arch)) == {}
+
+
+@pytest.mark.parametrize("features", sampled(fewest_of_all()))
+def test_every_feature_compiles_for_hopper_by_every_template(features: str, compiled: Compile) -> None:
+    candidates = [
+        Candidate(family=family, variant=spec.variant, config=default_config(spec, family, H200.arch))
+        for family in (make_family(kernel_pass, features, head_dim=128) for kernel_pass in TILED)
+        for spec in supported_variants(family, H200.arch, THIS_TRITON)
+    ]
+    assert unexpected(H200.arch, candidates, compiled(candidates, H200.arch)) == {}
 
 
 @pytest.mark.slow

@@ -53,6 +53,7 @@ def failures(family: AttentionFamily, variant: Variant = Variant.PORTABLE, **kno
     ("kernel_pass", "variant", "features"), one_in(2, TILED, PLAIN_VARIANTS, EVERY_FEATURE, default=6)
 )
 @pytest.mark.kernel
+@pytest.mark.sampled
 def test_passes_every_probe(kernel_pass: Pass, variant: Variant, features: str) -> None:
     assert failures(make_family(kernel_pass, features), variant) == ()
 

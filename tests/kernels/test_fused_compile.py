@@ -19,8 +19,10 @@ from fa_autotune.space.seeds import default_config
 from fa_autotune.space.support import MIN_TRITON
 from fa_autotune.space.workspace import is_wide
 from fa_autotune.worker import WorkerPool
+from kit.combinations import rest, sampled
 from kit.compile_candidates import CompileAll, request_of
 from kit.compile_jobs import compiled_text
+from kit.releases import SPILLS_OF_WHOLE_BLOCKS, THIS_TRITON
 
 pytestmark = pytest.mark.kernel
 
@@ -105,13 +107,18 @@ QUICK = [
 ]
 
 
+QUICK_PLACES = (0, 12, 18)
+SAMPLED_PLACES = (2, 7, 13, 14, 15)  # which have what the quick ones lack
+
+
 @pytest.mark.parametrize(
     "some",
     [
-        [QUICK[0], QUICK[12], QUICK[18]],
-        pytest.param([*QUICK[1:12], *QUICK[13:18]], marks=pytest.mark.rest),
+        [QUICK[place] for place in QUICK_PLACES],
+        *sampled([[QUICK[place] for place in SAMPLED_PLACES]]),
+        *rest([[one for place, one in enumerate(QUICK) if place not in QUICK_PLACES + SAMPLED_PLACES]]),
     ],
-    ids=["", "more"],
+    ids=["", "sampled", "more"],
 )
 def test_it_compiles_and_passes_the_gates(some: list[Candidate], compiled: Compile) -> None:
     assert failed(some, compiled(some)) == {}
@@ -180,6 +187,7 @@ def test_a_kernel_that_adds_dq_up_in_another_way_is_stopped(tmp_path: Path) -> N
     with WorkerPool(1, name="compile", environ=compile_environ()) as workers:
         text = workers.submit(compiled_text, request.module, deadline_s=240.0).result()
     resources = resource_report(text, 0.0)
-    assert [name for name, gate in GATES if gate(request, text, resources)] == []
+    spoiled = {"spills"} if THIS_TRITON in SPILLS_OF_WHOLE_BLOCKS else set()
+    assert {name for name, gate in GATES if gate(request, text, resources)} == spoiled
     changed = replace(text, assembly=text.assembly.replace("cp.reduce.async.bulk.tensor", "red.global.add.f32"))
-    assert [name for name, gate in GATES if gate(request, changed, resources)] == ["added_dq"]
+    assert {name for name, gate in GATES if gate(request, changed, resources)} == {*spoiled, "added_dq"}

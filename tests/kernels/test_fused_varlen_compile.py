@@ -4,13 +4,12 @@ import pytest
 
 from fa_autotune.problem.device import KNOWN_DEVICES
 from fa_autotune.problem.problem import AttentionProblem
-from fa_autotune.records import TrialStatus
 from fa_autotune.space.candidate import Candidate
 from fa_autotune.space.config import FusedConfig
 from fa_autotune.space.estimates import fused_smem_bytes
 from fa_autotune.space.registry import supported_variants
 from fa_autotune.space.seeds import seed_configs
-from kit.compile_candidates import CompileAll
+from kit.compile_candidates import CompileAll, unexpected
 
 pytestmark = pytest.mark.kernel
 
@@ -46,7 +45,7 @@ def test_seeds_compile_and_pass_the_gates(words: list[str], compile_all: Compile
         candidates += [Candidate(family=family, variant=spec.variant, config=config) for config in fitting[:1]]
     results = compile_all(candidates, "sm_90", H200.smem_optin_bytes)
     assert len(results) == len(words)
-    assert [result.error for result in results if result.status is not TrialStatus.OK] == []
+    assert unexpected("sm_90", candidates, results) == {}
     for candidate, result in zip(candidates, results, strict=True):
         assert result.resources is not None
         if isinstance(candidate.config, FusedConfig):

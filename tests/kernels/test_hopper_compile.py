@@ -27,6 +27,7 @@ from fa_autotune.worker import WorkerPool
 from kit.combinations import rest, slow
 from kit.compile_candidates import CompileAll, request_of
 from kit.compile_jobs import compiled_text
+from kit.releases import OWN_ADDRESSES, THIS_TRITON
 
 pytestmark = pytest.mark.kernel
 
@@ -174,7 +175,10 @@ def test_a_reduction_of_one_value_is_no_row_of_scores(persistent: tuple[CompileR
 
 
 def test_an_address_that_two_loops_share_is_stopped(compile_pool: CompilePool, tmp_path: Path) -> None:
-    """The template makes the addresses differ, by a zero that the assembler can't know; this is the kernel without."""
+    """The template makes the addresses differ, by a zero that the assembler can't know; this is the kernel without.
+
+    Where the compiler computes addresses anew for each product, the kernel is right without it, and passes.
+    """
     candidate = make_candidate(Schedule.PIPELINED, (64, 64), BLOCK_N=128)
     source = render(candidate)
     text = source.text.replace("    place_of_q += gl.minimum(item, 0)\n", "")
@@ -182,7 +186,8 @@ def test_an_address_that_two_loops_share_is_stopped(compile_pool: CompilePool, t
     file = write_module(replace(source, text=text, name="fwd_shared", digest="shared"), tmp_path)
     request = request_of(candidate, tmp_path, "sm_90", H200.smem_optin_bytes)
     result = compile_pool.submit(replace(request, module=file)).result()
-    assert (result.status, result.gate) == (TrialStatus.OVER_RESOURCES, "set_addresses")
+    passed, stopped = (TrialStatus.OK, None), (TrialStatus.OVER_RESOURCES, "set_addresses")
+    assert (result.status, result.gate) == (passed if THIS_TRITON in OWN_ADDRESSES else stopped)
 
 
 @pytest.mark.rest

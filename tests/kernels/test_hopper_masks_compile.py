@@ -7,13 +7,12 @@ from fa_autotune.problem.device import KNOWN_DEVICES
 from fa_autotune.problem.family import AttentionFamily
 from fa_autotune.problem.passes import Pass
 from fa_autotune.problem.problem import AttentionProblem
-from fa_autotune.records import TrialStatus
 from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.estimates import BARRIER_BYTES, hopper_smem_bytes
 from fa_autotune.space.registry import variant_spec
 from fa_autotune.space.seeds import default_config
 from kit.combinations import rest, slow
-from kit.compile_candidates import CompileAll
+from kit.compile_candidates import CompileAll, unexpected
 
 H200 = KNOWN_DEVICES["h200"]
 SPEC = variant_spec(Pass.FWD, Variant.HOPPER_WS)
@@ -57,8 +56,9 @@ def test_defaults_pass_the_gates_and_their_shared_memory_is_counted(texts: list[
         Candidate(family=family, variant=Variant.HOPPER_WS, config=default_config(SPEC, family, "sm_90"))
         for family in families
     ]
-    for candidate, result in zip(candidates, compile_all(candidates, "sm_90", H200.smem_optin_bytes), strict=True):
-        assert (result.status, result.error) == (TrialStatus.OK, None), candidate.family.label
+    results = compile_all(candidates, "sm_90", H200.smem_optin_bytes)
+    assert unexpected("sm_90", candidates, results) == {}
+    for candidate, result in zip(candidates, results, strict=True):
         assert result.resources is not None
         counted = hopper_smem_bytes(candidate.family, candidate.config)  # type: ignore[arg-type]
         assert counted - BARRIER_BYTES <= result.resources.smem_bytes <= counted

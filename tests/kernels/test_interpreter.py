@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import numpy
 import pytest
@@ -14,6 +15,7 @@ import torch
 from fa_autotune.errors import LaunchError
 from fa_autotune.kernels.interpreter import interpreted
 from fa_autotune.kernels.loaded import load_kernel
+from fa_autotune.kernels.triton_private import install_interpreter_shim
 from fa_autotune.paths import interpreting
 from fa_autotune.problem.device import INTERPRETER
 from fa_autotune.problem.problem import AttentionProblem
@@ -39,6 +41,20 @@ def test_the_interpreter_rounds_bfloat16_to_nearest_even() -> None:
         v = torch.stack([value.expand(32) for value in pair]).to(torch.bfloat16)[None, None]
         kernel(q, k, v, out, lse, 1.0, None)
         assert out.float().unique().tolist() == [rounded]
+
+
+@needs_interpreter
+def test_what_a_comparison_gives_are_bools() -> None:
+    """A block made of one of two numbers is a mask only so: Triton 3.9 refuses masks of integers, others read them."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    install_interpreter_shim()
+    builder: Any = InterpreterBuilder()
+    number = TensorHandle(numpy.array([7], dtype=numpy.int32), tl.int32)
+    told, total = builder.create_icmpEQ(number, number), builder.create_add(number, number)
+    assert (told.dtype, told.data.tolist(), total.dtype, total.data.tolist()) == (tl.int1, [True], tl.int32, [14])
+    assert builder.create_splat(tl.block_type(tl.int1, [4]), told).data.dtype == numpy.bool_
 
 
 class FakeKernel:

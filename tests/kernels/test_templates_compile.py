@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import triton
 
 from fa_autotune.problem.device import KNOWN_DEVICES
 from fa_autotune.problem.family import Access, AttentionFamily, DType
@@ -13,7 +12,8 @@ from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import VARIANTS, VariantSpec, supported_variants, variant_spec
 from fa_autotune.space.seeds import default_config, seed_configs
 from kit.combinations import rest, slow
-from kit.compile_candidates import CompileAll, stopped
+from kit.compile_candidates import CompileAll, unexpected
+from kit.releases import THIS_TRITON
 
 pytestmark = pytest.mark.kernel
 
@@ -21,7 +21,6 @@ ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx94
 LIKE_SM_80 = ("sm_86", "sm_89")  # the same code but for the arch's name
 SMALLEST_SMEM_BYTES = 64 * 1024  # a default must fit it anywhere
 H200 = KNOWN_DEVICES["h200"]
-TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 FORWARD_VARIANTS = [spec.variant for spec in VARIANTS if spec.kernel_pass is Pass.FWD]
 
 
@@ -56,7 +55,7 @@ def make_families(arch: str) -> list[AttentionFamily]:
 
 
 def variants_of(family: AttentionFamily, arch: str) -> list[VariantSpec]:
-    return supported_variants(family, arch, TRITON_VERSION)  # type: ignore[arg-type]
+    return supported_variants(family, arch, THIS_TRITON)
 
 
 def plain_family(spec: VariantSpec, arch: str) -> AttentionFamily:
@@ -72,12 +71,12 @@ def test_every_template_compiles_for_every_arch_that_it_serves(arch: str, compil
     large, small = [], []
     for spec in VARIANTS:
         family = plain_family(spec, arch)
-        if spec.supports(family, arch, TRITON_VERSION) is None:  # type: ignore[arg-type]
+        if spec.supports(family, arch, THIS_TRITON) is None:
             candidate = Candidate(family=family, variant=spec.variant, config=default_config(spec, family, arch))
             by_descriptors = spec.variant is Variant.TMA and spec.kernel_pass is not Pass.FWD
             (large if spec.variant.is_gluon or by_descriptors else small).append(candidate)
-    assert stopped(large, compile_all(large, arch, H200.smem_optin_bytes)) == {}
-    assert stopped(small, compile_all(small, arch, SMALLEST_SMEM_BYTES)) == {}
+    assert unexpected(arch, large, compile_all(large, arch, H200.smem_optin_bytes)) == {}
+    assert unexpected(arch, small, compile_all(small, arch, SMALLEST_SMEM_BYTES)) == {}
 
 
 def test_the_archs_have_the_variants_that_are_written_for_them() -> None:
@@ -85,9 +84,7 @@ def test_the_archs_have_the_variants_that_are_written_for_them() -> None:
     hopper, descriptors, everywhere = {"sm_90"}, {"sm_90", "sm_100"}, set(ARCHS)
     assert {
         (spec.kernel_pass, spec.variant): {
-            arch
-            for arch in ARCHS
-            if spec.supports(plain_family(spec, arch), arch, TRITON_VERSION) is None  # type: ignore[arg-type]
+            arch for arch in ARCHS if spec.supports(plain_family(spec, arch), arch, THIS_TRITON) is None
         }
         for spec in VARIANTS
     } == {
@@ -115,8 +112,8 @@ def test_defaults_compile_and_pass_all_gates_in_64_kb(arch: str, compile_all: Co
     ]
     hopper = [candidate for candidate in candidates if candidate.variant.is_gluon]  # for what sm_90 has
     others = [candidate for candidate in candidates if not candidate.variant.is_gluon]
-    assert stopped(hopper, compile_all(hopper, arch, H200.smem_optin_bytes)) == {}
-    assert stopped(others, compile_all(others, arch, SMALLEST_SMEM_BYTES)) == {}
+    assert unexpected(arch, hopper, compile_all(hopper, arch, H200.smem_optin_bytes)) == {}
+    assert unexpected(arch, others, compile_all(others, arch, SMALLEST_SMEM_BYTES)) == {}
 
 
 @pytest.mark.parametrize("arch", ["sm_90", *rest(["sm_75", "sm_80", "gfx942"])])

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from torch import Tensor
 
 from fa_autotune import attention, scaled_dot_product_attention
@@ -24,10 +23,10 @@ from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import supported_variants, variant_spec
 from fa_autotune.space.seeds import default_config
 from kit.attention_calls import BFLOAT16, FLOAT32, gradients, interpreted, make_small, requiring, runs_kernels
-from kit.combinations import rest, slow
-from kit.compile_candidates import CompileAll, stopped
+from kit.combinations import rest, sampled, slow
+from kit.compile_candidates import CompileAll, unexpected
+from kit.releases import THIS_TRITON
 
-TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 TILED = (Pass.FWD, Pass.BWD_DKDV, Pass.BWD_DQ)
 Compile = Callable[[Sequence[Candidate], DeviceSpec], list[CompileResult]]
 
@@ -257,7 +256,8 @@ CASES = [(64, Access.TMA), (128, Access.TMA), (64, Access.ANY), (256, Access.TMA
 @pytest.mark.parametrize(
     ("name", "cases"),
     [
-        *rest([("a10", CASES[:1]), ("h200", CASES[:2])]),
+        *rest([("a10", CASES[:1])]),
+        *sampled([("h200", CASES[:2])]),
         *slow([("a10", CASES[1:]), ("h200", CASES[2:]), ("b200", CASES), ("rtx5090", CASES), ("a100", CASES[3:])]),
     ],
 )
@@ -268,7 +268,7 @@ def test_defaults_compile_and_pass_all_gates(name: str, cases: list[tuple[int, A
         for kernel_pass in TILED
         for head_dim, access in cases
         for family in (make_family(kernel_pass, head_dim, access=access),)
-        for spec in supported_variants(family, device.arch, TRITON_VERSION)
+        for spec in supported_variants(family, device.arch, THIS_TRITON)
     ]
     assert len(candidates) == len(TILED) * len(cases)
-    assert stopped(candidates, compiled(candidates, device)) == {}
+    assert unexpected(device.arch, candidates, compiled(candidates, device)) == {}

@@ -459,12 +459,14 @@ def test_an_interpreter_of_another_build_is_left_alone_aloud(missing: str, monke
         install_interpreter_shim.__wrapped__()
 
 
-@pytest.mark.parametrize("missing", ["create_dot", "cast_impl"])
+@pytest.mark.parametrize("missing", ["create_dot", "cast_impl", "binary_op"])
 def test_an_interpreter_with_another_builder_is_left_alone_aloud(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Builder:
         def create_dot(self) -> None: ...
 
         def cast_impl(self) -> None: ...
+
+        def binary_op(self) -> None: ...
 
     delattr(Builder, missing)
     before = dict(vars(Builder))

@@ -12,7 +12,7 @@ from fa_autotune.space.candidate import Candidate, Variant
 from fa_autotune.space.registry import variant_spec
 from fa_autotune.space.seeds import default_config, seed_configs
 from kit.combinations import rest, slow
-from kit.compile_candidates import CompileAll, stopped
+from kit.compile_candidates import CompileAll, unexpected
 from kit.feature_families import TILED
 
 pytestmark = pytest.mark.kernel
@@ -71,7 +71,7 @@ def test_defaults_compile_and_pass_all_gates(arch: str, features: str, compiled:
         )
         for family in families
     ]
-    assert stopped(candidates, compiled(candidates, arch)) == {}
+    assert unexpected(arch, candidates, compiled(candidates, arch)) == {}
 
 
 @pytest.mark.slow

@@ -37,10 +37,15 @@ def rest(values: Iterable[Any]) -> list[Any]:
     return [_marked(value, pytest.mark.rest) for value in values]
 
 
+def sampled(values: Iterable[Any]) -> list[Any]:
+    """The same, of which a run with another Triton is made too."""
+    return [_marked(value, pytest.mark.rest, pytest.mark.sampled) for value in values]
+
+
 def slow(values: Iterable[Any]) -> list[Any]:
     """Values of a parameter, or tuples of several, that run where slow tests are asked for."""
     return [_marked(value, pytest.mark.slow) for value in values]
 
 
-def _marked(value: Any, mark: pytest.MarkDecorator) -> Any:
-    return pytest.param(*value, marks=mark) if isinstance(value, tuple) else pytest.param(value, marks=mark)
+def _marked(value: Any, *marks: pytest.MarkDecorator) -> Any:
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks)

@@ -10,6 +10,7 @@ from fa_autotune.kernels.render import render
 from fa_autotune.records import TrialStatus
 from fa_autotune.space.candidate import Candidate
 from fa_autotune.space.registry import compile_form
+from kit.releases import gate_of_default
 
 PATIENCE_S = 240.0
 CompileAll = Callable[[Sequence[Candidate], str, int], list[CompileResult]]  # for an arch and its shared memory
@@ -36,8 +37,8 @@ def compiling(pool: CompilePool, folder: Path) -> CompileAll:
     return compile_all
 
 
-def stopped(candidates: Sequence[Candidate], results: Sequence[CompileResult]) -> dict[str, object]:
-    """Those that did not compile or that a gate stopped, with the reason."""
+def unexpected(arch: str, candidates: Sequence[Candidate], results: Sequence[CompileResult]) -> dict[str, object]:
+    """Defaults that did not compile, or that a gate stopped, unless this release is known for it; then, that passed."""
     return {
         f"{candidate.family.label} {candidate.variant} {candidate.config}": (
             result.status.value,
@@ -45,5 +46,5 @@ def stopped(candidates: Sequence[Candidate], results: Sequence[CompileResult]) -
             result.error,
         )
         for candidate, result in zip(candidates, results, strict=True)
-        if result.status is not TrialStatus.OK
+        if (result.status is TrialStatus.OK, result.gate) != ((gate := gate_of_default(candidate, arch)) is None, gate)
     }

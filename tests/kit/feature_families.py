@@ -32,6 +32,16 @@ FEATURES: dict[str, dict[str, bool]] = {
 OF_ONE_PASS = {"sinks": Pass.FWD, "mask_gradient": Pass.BWD_DQ}
 
 
+def fewest_of_all() -> list[str]:
+    """Few names, in which every feature is on at least once: again and again one with the most that are new."""
+    chosen: list[str] = []
+    seen: set[str] = set()
+    while missing := {feature for features in FEATURES.values() for feature in features} - seen:
+        chosen.append(max(FEATURES, key=lambda name: len(missing & set(FEATURES[name]))))
+        seen |= set(FEATURES[chosen[-1]])
+    return chosen
+
+
 def make_family(
     kernel_pass: Pass,
     features: str,
