@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fa_autotune.database import writing
 from fa_autotune.database.connection import open_writable, transaction
+from fa_autotune.database.content import PARENTS, Content, Refers, read_content, required, winning
 from fa_autotune.database.entries import ImportSummary, MeasurementRow, SessionKind, TrialRow
 from fa_autotune.database.places import (
     JOURNAL,
@@ -20,7 +21,7 @@ from fa_autotune.database.places import (
     require_plain_sides,
     waiting,
 )
-from fa_autotune.database.reader import PARENTS, Content, Refers, open_reader, read_content, required, winning
+from fa_autotune.database.reader import open_reader
 from fa_autotune.database.schema import APPLICATION_ID
 from fa_autotune.errors import DatabaseError
 from fa_autotune.files import OutputKind, output_path, put_in_place, real_path

@@ -13,6 +13,19 @@ from uuid import uuid4
 
 from fa_autotune.database import packs, writing
 from fa_autotune.database.connection import open_writable, transaction
+from fa_autotune.database.content import (
+    EVERYTHING,
+    WINNERS,
+    Content,
+    ParsedT,
+    Selection,
+    newest_measurements,
+    read_content,
+    required,
+    selection,
+    winner_of,
+    winning,
+)
 from fa_autotune.database.entries import (
     JSON,
     DatabaseInfo,
@@ -33,23 +46,7 @@ from fa_autotune.database.liveness import interrupt_dead_sessions, process_value
 from fa_autotune.database.migrations import REJECTIONS_SQL
 from fa_autotune.database.packs import Pack, naming
 from fa_autotune.database.places import FilesInPlace
-from fa_autotune.database.reader import (
-    EVERYTHING,
-    MEMORY,
-    TABLES,
-    WINNERS,
-    Content,
-    ParsedT,
-    Reader,
-    Selection,
-    newest_measurements,
-    open_reader,
-    read_content,
-    required,
-    selection,
-    winner_of,
-    winning,
-)
+from fa_autotune.database.reader import MEMORY, TABLES, Reader, open_reader
 from fa_autotune.database.rows import (
     Row,
     arguments_from,

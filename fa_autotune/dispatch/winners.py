@@ -10,7 +10,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from fa_autotune.database.reader import WINNERS, Content, open_reader, read_content, required, winner_of, winning
+from fa_autotune.database.content import WINNERS, Content, read_content, required, winner_of, winning
+from fa_autotune.database.reader import open_reader
 from fa_autotune.errors import DatabaseError, InvalidPackError
 from fa_autotune.problem.family import AttentionFamily, canonical_json
 from fa_autotune.problem.problem import AttentionProblem
