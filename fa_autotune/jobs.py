@@ -4,6 +4,7 @@ Without a GPU the same pipeline runs on Triton's interpreter: a check that it wo
 results are stored under the device `interpreter`, which no GPU ever uses.
 """
 
+import os
 import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -193,10 +194,11 @@ def parse_duration_s(text: str) -> float:
 
 def _problems(job: TuneJob, device: DeviceSpec, path: Path) -> list[AttentionProblem]:
     problems = _of_passes(job.problems, job.passes)
-    stored = TuningDatabase(path, read_only=True) if (job.missed or job.recheck) and path.exists() else None
+    wants_all = job.recheck and not (problems or job.missed)
+    stored = TuningDatabase(path, read_only=True) if (job.missed or wants_all) and os.path.lexists(path) else None
     with stored or nullcontext():
-        misses = stored.misses(device=device) if stored else []
-        winners = stored.winners(device=device) if stored else []
+        misses = stored.misses(device=device) if stored and job.missed else []
+        winners = stored.winners(device=device) if stored and wants_all else []
     if job.missed:
         problems += [miss.problem for miss in misses]
         if not problems:

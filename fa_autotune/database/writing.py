@@ -261,7 +261,7 @@ def renew_kernel(connection: sqlite3.Connection, kernel_id: int, digest: str) ->
         values,
     ).fetchone()
     if other is None:
-        statement = """UPDATE kernels SET measured_as = ifnull(measured_as, digest), digest = :digest
+        statement = """UPDATE kernels SET measured_as = nullif(ifnull(measured_as, digest), :digest), digest = :digest
                        WHERE id = :kernel_id AND digest <> :digest"""
         return connection.execute(statement, values).rowcount == 1
     values["other_id"] = int(other["id"])

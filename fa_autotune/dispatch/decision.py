@@ -303,10 +303,12 @@ class _Setting:
     def stopped(self, rows: Iterable[WinnerRow], kernels: Iterable[StoppedKernel]) -> dict[WinnerRow, str]:
         """The rows of other releases whose kernel, in today's text, a gate stops with this one; and why."""
         release = triton_release(self.triton_version)
-        gates = {one.digest: one.gate for one in kernels if (one.arch, one.release) == (self.device.arch, release)}
-        others = [row for row in rows if gates and self.releases_away(row)]
-        why = f"stopped it with Triton {release}"
-        return {row: f"the gate {gates[digest]} {why}" for row in others if (digest := self._digest(row)) in gates}
+        here = [one for one in kernels if (one.arch, one.release) == (self.device.arch, release)]
+        gates = {(one.candidate, one.digest): one.gate for one in here}
+        candidates = {one.candidate for one in here}  # rendered only where it may matter
+        others = [row for row in rows if row.candidate in candidates and self.releases_away(row)]
+        found = {row: gates.get((row.candidate, self._digest(row))) for row in others}
+        return {row: f"the gate {gate} stopped it with Triton {release}" for row, gate in found.items() if gate}
 
     def _digest(self, row: WinnerRow) -> str:
         """The digest of a row's kernel today; the one that it was measured with where that is not asked for."""

@@ -66,10 +66,11 @@ class WinnerRow:
         return canonical_json({**values, "median_ms": self.median_ms})
 
 
-@dataclass(frozen=True, slots=True, order=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoppedKernel:
     """A kernel that a gate stopped with one release of Triton, such as for its spills: there its winners don't run."""
 
+    candidate: Candidate
     digest: str
     arch: str
     release: str
@@ -96,7 +97,7 @@ class Snapshot:
         by_kin: dict[tuple[object, ...], list[WinnerRow]] = {}
         for row in rows:
             by_kin.setdefault(_kin(row.problem.family), []).append(row)
-        said = [*(text for text, _ in ordered), *map(str, sorted(self.stopped))]
+        said = [*(text for text, _ in ordered), *sorted(map(str, self.stopped))]
         digest = hashlib.sha256("\n".join(said).encode()).hexdigest()
         object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "content_hash", digest)
@@ -189,5 +190,9 @@ def _stopped_kernels(content: Content) -> set[StoppedKernel]:
         if trial.status is TrialStatus.OVER_RESOURCES and kernel.digest:
             release = content.toolchains[required(kernel_refers, "toolchain_id")][0].triton_release
             gate = trial.constraint or trial.status.value
-            found.add(StoppedKernel(digest=kernel.digest, arch=kernel.arch, release=release, gate=gate))
+            found.add(
+                StoppedKernel(
+                    candidate=kernel.candidate, digest=kernel.digest, arch=kernel.arch, release=release, gate=gate
+                )
+            )
     return found

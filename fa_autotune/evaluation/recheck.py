@@ -58,7 +58,8 @@ def recheck(
         if code is None:
             continue
         if key in fresh:
-            database.name_machine_code(key, code)
+            if found[key][1].triton == triton:  # a patch of the release may make other code
+                database.name_machine_code(key, code)
         elif code == known[key]:
             new_digest = today[key]
             assert new_digest is not None  # or it would not have been compiled

@@ -335,7 +335,7 @@ def mask_of(causal: Any, window_size: Any) -> tuple[int, int, int]:
     """(mask, window_left, window_right) of a call; where causal, a row sees no key after its own."""
     if type(window_size) is tuple and len(window_size) == 2:
         left, right = window_size
-        if type(left) is type(right) is int and left == right == OPEN:
+        if type(left) is type(right) is int and left == OPEN == right:  # open sizes are not compared with each other
             return BOTTOM_RIGHT if causal else FULL, OPEN, OPEN
     left, right = as_window(window_size)
     right = 0 if causal else right

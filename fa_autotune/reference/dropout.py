@@ -46,7 +46,7 @@ def dropout_mask(
     if not isinstance(seed, Tensor) or seed.numel() != 1 or seed.dtype != torch.int64:
         raise InvalidProblemError(f"seed={seed!r} is no seed; draw_seed(device) gives one, an int64 tensor (1,)")
     try:
-        share = -1.0 if isinstance(dropout_p, (bool, str, bytes)) else float(dropout_p)
+        share = -1.0 if dropout_p is True or isinstance(dropout_p, (str, bytes)) else float(dropout_p)
     except (TypeError, ValueError, RuntimeError):
         share = -1.0
     if not 0.0 <= share < 1.0:
@@ -54,7 +54,7 @@ def dropout_mask(
     sizes = {"batch_size": batch_size, "num_q_heads": num_q_heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     for name, size in sizes.items():
         try:
-            sizes[name] = index(size)
+            sizes[name] = -1 if isinstance(size, bool) else index(size)
         except (TypeError, ValueError, RuntimeError):
             sizes[name] = -1
         if sizes[name] < 0:

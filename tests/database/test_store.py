@@ -307,6 +307,9 @@ class TestWinners:
         assert database.renew_kernel(key, "newer")
         (winner,) = database.winners()
         assert (winner.kernel_digest, winner.measured_as, winner.median_ms) == ("newer", "old", 1.0)
+        assert database.renew_kernel(key, "old")
+        assert [winner.measured_as for winner in database.winners()] == [None]  # it is what was timed, again
+        assert database.renew_kernel(key, "newer")
         database.save_trial(begin(database, SessionKind.CONFIRM), confirmed(2.0, 1, digest="newer"))
         assert [(winner.measured_as, winner.median_ms) for winner in database.winners()] == [(None, 2.0)]
 

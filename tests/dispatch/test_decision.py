@@ -257,7 +257,7 @@ def test_a_row_of_another_text_of_the_same_code_is_fresh_and_says_so() -> None:
 
 
 def stopped(digest: str = "today", release: str = "3.7", arch: str = H200.arch) -> StoppedKernel:
-    return StoppedKernel(digest=digest, arch=arch, release=release, gate="spills")
+    return StoppedKernel(candidate=winner().candidate, digest=digest, arch=arch, release=release, gate="spills")
 
 
 def decide_with(*rows: WinnerRow, kernel: StoppedKernel, triton: str = TRITON) -> Decision:
@@ -277,9 +277,10 @@ def test_a_kernel_that_a_gate_stops_with_this_release_is_not_served_from_another
         (winner(triton="3.6.0"), stopped(release="3.9")),
         (winner(triton="3.6.0"), stopped(arch="sm_100")),
         (winner(triton="3.6.0"), stopped(digest="yesterday")),
+        (winner(triton="3.6.0", config=replace(PORTABLE, BLOCK_M=128)), stopped()),
         (winner(), stopped()),  # it was timed with this release afterwards
     ],
-    ids=["other release", "other arch", "other text", "fresh"],
+    ids=["other release", "other arch", "other text", "other config", "fresh"],
 )
 def test_what_a_gate_stopped_elsewhere_is_served(row: WinnerRow, kernel: StoppedKernel) -> None:
     assert decide_with(row, kernel=kernel).row == row

@@ -29,7 +29,7 @@ from fa_autotune.database.writing import (
 )
 from fa_autotune.dispatch import winners as snapshot_module
 from fa_autotune.dispatch.dispatcher import Dispatcher
-from fa_autotune.dispatch.winners import Snapshot, Source, StoppedKernel, load_snapshot
+from fa_autotune.dispatch.winners import Snapshot, Source, load_snapshot
 from fa_autotune.errors import DatabaseError, FaAutotuneError
 from fa_autotune.problem.device import KNOWN_DEVICES, Toolchain
 from fa_autotune.problem.passes import BACKWARD_PASSES, Pass
@@ -539,7 +539,9 @@ def test_what_a_gate_stopped_when_it_was_looked_at_again_comes_out(pack: Path) -
             session = begin(database, kind, toolchain=Toolchain(triton="3.9.0"))
             database.save_trial(session, replace(stopped, kernel_digest=f"text{block_m}", constraint="spills"))
     found = load_snapshot(pack, [])
-    assert found.stopped == {StoppedKernel(digest="text64", arch=H200.arch, release="3.9", gate="spills")}
+    (kernel,) = found.stopped
+    assert (kernel.digest, kernel.arch, kernel.release, kernel.gate) == ("text64", H200.arch, "3.9", "spills")
+    assert kernel.candidate == failed_record(TrialStatus.OVER_RESOURCES, 64).candidate
     assert found.rows == ()
 
 
